@@ -1,0 +1,40 @@
+"""Low-latency decode GEMMs: y[M, N] = x[M, K] @ weight[N, K].T (+ residual[M, N]), BF16, 1 to 64 tokens.
+
+Names are resolved on first use: importing the package imports neither torch nor cutlass.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Arch": "arch",
+    "ARCHES": "arch",
+    "parse_arch": "arch",
+    "Decision": "dispatch",
+    "explain": "dispatch",
+    "plan_for": "dispatch",
+    "select_kimi_k3_backend": "dispatch",
+    "try_low_latency_gemm": "execute",
+    "enable_low_latency_gemm": "adapters.torch_nn",
+    "disable_low_latency_gemm": "adapters.torch_nn",
+    "Reason": "operands",
+    "Refusal": "operands",
+}
+
+__all__ = ["__version__", *_WHERE]
+
+
+def __getattr__(name: str):
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,30 @@
+"""The names of the backends: a closed set that tables, kernels and dispatch share.
+
+Public sources call ``skinny`` "cute" and ``fused_a`` "dsv3_fused_a".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BACKEND_NAMES: tuple[str, ...] = ("skinny", "fused_a", "split_k", "flashinfer")
+
+#: What the public sources call them.
+PUBLIC_SYNONYMS: dict[str, str] = {"cute": "skinny", "dsv3_fused_a": "fused_a"}
+
+
+class ConfigKeys(NamedTuple):
+    """The config keys that a table cell of one backend must and may name; every value is an integer > 0."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+#: Names alone: whether the values fit an (Arch, N, K, M) is the predicate of the backend's kernel. A backend
+#: whose kernel is not built yet takes no keys; its kernel brings them.
+CONFIG_KEYS: dict[str, ConfigKeys] = {
+    "skinny": ConfigKeys(("block_size", "outputs_per_block", "k_unroll", "vector_width"), ("static_k",)),
+    "fused_a": ConfigKeys(),
+    "split_k": ConfigKeys(),
+    "flashinfer": ConfigKeys(),
+}

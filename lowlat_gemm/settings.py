@@ -1,0 +1,124 @@
+"""Every environment variable that the library listens to, read once and kept in one place.
+
+| variable | default | meaning |
+|---|---|---|
+| ``LOWLAT_GEMM_DISABLE`` | 0 | 1: every call falls back to the caller's own GEMM |
+| ``LOWLAT_GEMM_DENY`` | empty | comma-separated list of what must not run: a backend (``skinny``), a shape (``1536x7168``), a shape at one M (``1536x7168@4``), or a backend on one of those (``skinny:1536x7168``) |
+| ``LOWLAT_GEMM_ANY_DEVICE`` | 0 | 1: use a generation's table on sibling devices that it was not measured on |
+| ``LOWLAT_GEMM_BATCH_INVARIANT`` | 0 | 1: only plans whose bits do not depend on M; ``VLLM_BATCH_INVARIANT=1`` means the same |
+| ``LOWLAT_GEMM_STRICT`` | 0 | 1: raise where a launch would have to compile during CUDA graph capture, instead of falling back |
+| ``LOWLAT_GEMM_CACHE_DIR`` | ``~/.cache/lowlat_gemm`` | folder of compiled kernels |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass, replace
+
+from .backends import BACKEND_NAMES
+
+_LOG = logging.getLogger("lowlat_gemm")
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+_DENY_ITEM = re.compile(r"(?:(?P<backend>[a-z_]+)(?::(?=\d)|$))?(?:(?P<n>\d+)x(?P<k>\d+)(?:@(?P<m>\d+))?)?")
+
+
+@dataclass(frozen=True)
+class DenyItem:
+    """One entry of the deny list; a None field matches everything."""
+
+    backend: str | None
+    n: int | None
+    k: int | None
+    m: int | None
+
+    def matches(self, backend: str, n: int, k: int, m: int) -> bool:
+        wanted = ((self.backend, backend), (self.n, n), (self.k, k), (self.m, m))
+        return all(mine is None or mine == theirs for mine, theirs in wanted)
+
+
+@dataclass(frozen=True)
+class Settings:
+    disabled: bool = False
+    deny: tuple[DenyItem, ...] = ()
+    any_device: bool = False
+    batch_invariant: bool = False
+    strict: bool = False
+    cache_dir: str | None = None
+    #: What could not be read of the environment; the library is then off, for guessing could run what was denied.
+    problem: str | None = None
+
+    def denied(self, backend: str, n: int, k: int, m: int) -> bool:
+        return any(item.matches(backend, n, k, m) for item in self.deny)
+
+
+def _flag(environ, name: str) -> bool:
+    value = environ.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ValueError(f"{name}={environ[name]!r}: expected 1 or 0")
+
+
+def parse_deny(text: str) -> tuple[DenyItem, ...]:
+    """The deny list of a ``LOWLAT_GEMM_DENY`` value. Raises ValueError naming the entry that cannot be read."""
+    items = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        match = _DENY_ITEM.fullmatch(entry)
+        if match is None or (match["backend"] is not None and match["backend"] not in BACKEND_NAMES):
+            raise ValueError(
+                f"LOWLAT_GEMM_DENY entry {entry!r}: expected BACKEND, NxK, NxK@M or BACKEND:NxK[@M] "
+                f"with BACKEND in {', '.join(BACKEND_NAMES)}"
+            )
+        numbers = (None if match[key] is None else int(match[key]) for key in ("n", "k", "m"))
+        items.append(DenyItem(match["backend"], *numbers))
+    return tuple(items)
+
+
+def read(environ=os.environ) -> Settings:
+    """The settings that ``environ`` asks for. Raises ValueError naming the variable and the value."""
+    return Settings(
+        disabled=_flag(environ, "LOWLAT_GEMM_DISABLE"),
+        deny=parse_deny(environ.get("LOWLAT_GEMM_DENY", "")),
+        any_device=_flag(environ, "LOWLAT_GEMM_ANY_DEVICE"),
+        # vLLM's own variable: whatever it takes for yes is yes here.
+        batch_invariant=_flag(environ, "LOWLAT_GEMM_BATCH_INVARIANT")
+        or environ.get("VLLM_BATCH_INVARIANT", "").strip().lower() not in _FALSE,
+        strict=_flag(environ, "LOWLAT_GEMM_STRICT"),
+        cache_dir=environ.get("LOWLAT_GEMM_CACHE_DIR") or None,
+    )
+
+
+_current: Settings | None = None
+
+
+def current() -> Settings:
+    """The process's settings: the environment as it was at the first call, plus ``change``."""
+    global _current
+    if _current is None:
+        try:
+            _current = read()
+        except ValueError as error:  # a typing error in a variable must not take a server down at start-up
+            _LOG.error("%s; every GEMM falls back until it is mended", error)
+            _current = Settings(disabled=True, problem=str(error))
+    return _current
+
+
+def change(**fields) -> Settings:
+    """Replaces fields of the process's settings and returns the former ones; ``restore`` puts those back.
+
+    Plans that already exist follow: they are keyed by the settings they were made under.
+    """
+    global _current
+    before = current()
+    _current = replace(before, **fields)
+    return before
+
+
+def restore(settings: Settings | None) -> None:
+    """Sets the process's settings; None means: read the environment again at the next use."""
+    global _current
+    _current = settings
