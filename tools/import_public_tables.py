@@ -1,0 +1,168 @@
+"""Writes the kimi_k3 tables from the public figures in conformance/data.
+
+    python -m tools.import_public_tables            # writes lowlat_gemm/tables/kimi_k3_*.toml
+    python -m tools.import_public_tables --check    # says which of them differ; exit 1 if any does
+
+The tables that are checked in are exactly what this prints, until measured rows join them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from lowlat_gemm.models import projection_shapes
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "conformance" / "data" / "kimi_k3_public_vllm_0_33_0.json"
+TABLES = ROOT / "lowlat_gemm" / "tables"
+FAMILY = "kimi_k3"
+
+#: TP sizes that name a shape which the public data leaves unnamed.
+LABEL_TP = (4, 8, 16)
+
+SOURCE_KEY = "vllm_0_33_0"
+SOURCE_ENTRY = {
+    "kind": '"public"',
+    "title": '"vLLM 0.33.0, vllm/models/kimi_k3/nvidia/low_latency_gemm.py"',
+    "url": '"https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/models/kimi_k3/nvidia/low_latency_gemm.py"',
+    "date": "2026-11-01",
+    "retrieved": "2026-11-30",
+    "note": '"measured by its contributors, >= 5 % over cuBLAS over M = 1..16; not measured by this project"',
+}
+
+#: Device classes: (SM count, memory, GB/s, where that is from). The SM count is the one that CUDA reports, for
+#: that is what a device is compared with; whole chips have more.
+DEVICES = {
+    "sm90": (
+        "H200",
+        132,
+        "HBM3e",
+        4814,
+        "read from an H200 by `lowlat doctor` (hw_matrix/records): 132 SMs; 2 x memory clock x bus width",
+    ),
+    "sm100": (
+        "B200",
+        148,
+        "HBM3e",
+        8000,
+        "NVIDIA's nominal 8 TB/s; github.com/pytorch/ao/pull/4002: the driver reports 148 SMs and a 7680-bit bus at"
+        " 3996 MHz, 7672 GB/s (older drivers an 8192-bit bus)",
+    ),
+    "sm103": (
+        "B300",
+        148,
+        "HBM3e",
+        8000,
+        "8 TB/s: developer.nvidia.com/blog/inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era, which"
+        " counts the 160 SMs of the whole chip; CUDA reports 148 on a B300 SXM6 (152 on GB300)",
+    ),
+    "sm107": (
+        "Rubin",
+        212,
+        "HBM4",
+        22000,
+        "secondary web pages give 224 SMs and 22 TB/s; public test code names 212 SMs for R200, and"
+        " github.com/flashinfer-ai/flashinfer/issues/4218 shows 216 on a device; none of it read by this project",
+    ),
+}
+
+
+def labels() -> dict[tuple[int, int], str]:
+    """Names of the local shapes, for rows that the public data does not name."""
+    names: dict[tuple[int, int], list[str]] = {}
+    for tp in LABEL_TP:
+        for shape in projection_shapes(FAMILY, tp):
+            found = names.setdefault((shape.n, shape.k), [])
+            if shape.name not in found:
+                found.append(shape.name)
+    return {key: "/".join(found) for key, found in names.items()}
+
+
+def runs(tokens: list[int]) -> list[tuple[int, int]]:
+    """[1, 2, 3, 8] -> [(1, 3), (8, 8)]."""
+    found: list[tuple[int, int]] = []
+    for token in sorted(tokens):
+        if found and found[-1][1] == token - 1:
+            found[-1] = (found[-1][0], token)
+        else:
+            found.append((token, token))
+    return found
+
+
+def cell_lines(fused_a: list[int], skinny: dict[str, dict[str, int]]) -> list[str]:
+    cells = {}
+    for first, last in runs(fused_a):
+        m = str(first) if first == last else f'"{first}..{last}"'
+        cells[first] = f'  {{m = {m}, backend = "fused_a"}},'
+    for m, config in skinny.items():
+        if int(m) in fused_a:
+            raise SystemExit(f"{SOURCE.name}: M = {m} is in both skinny and fused_a_tokens")
+        fields = "".join(f", {key} = {value}" for key, value in config.items())
+        cells[int(m)] = f'  {{m = {m}, backend = "skinny"{fields}}},'
+    return [cells[m] for m in sorted(cells)]
+
+
+def row_lines(row: dict[str, Any], names: dict[tuple[int, int], str]) -> list[str]:
+    label = row["projection"] or names[row["n"], row["k"]]
+    lines = ["", "[[projection]]", f"n = {row['n']}", f"k = {row['k']}", f'label = "{label}"']
+    lines += ["cells = [", *cell_lines(row["fused_a_tokens"], row["skinny"]), "]"]
+    if row["skinny_residual"]:
+        lines += ["residual_cells = [", *cell_lines([], row["skinny_residual"]), "]"]
+    return lines
+
+
+def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str]) -> str:
+    """The TOML text of one table."""
+    name, sm_count, memory, bandwidth, evidence = DEVICES[arch]
+    if public["device"] != name:
+        raise SystemExit(f"{SOURCE.name}: {arch}: device is {public['device']!r}, need {name!r}")
+    lines = [f"# Kimi-K3 decode projections on {name} ({arch}): the winner per local (N, K) and M."]
+    lines += [f"# Written by tools/import_public_tables.py from conformance/data/{SOURCE.name}."]
+    if "note" in public:
+        lines += [f"# From there: {public['note']}."]
+    lines += ["format = 1", f'family = "{FAMILY}"', f'arch = "{arch}"']
+    if "inherits" in public:
+        lines += [f'inherits = "{public["inherits"]}"']
+    lines += ["", "[device]", f'name = "{name}"', f"sm_count = {sm_count}", f'memory = "{memory}"']
+    lines += [f"bandwidth_gbs = {bandwidth}", f'evidence = "{evidence}"']
+    if "table" in public:
+        lines += ["", "# What a cell that names no provenance has.", "[defaults]"]
+        lines += ['provenance = "public"', f'source = "{SOURCE_KEY}"']
+        lines += ["", f"[sources.{SOURCE_KEY}]", *(f"{key} = {value}" for key, value in SOURCE_ENTRY.items())]
+        for row in public["table"]:
+            lines += row_lines(row, names)
+    return "\n".join(lines) + "\n"
+
+
+def outputs() -> dict[str, str]:
+    """File name -> text of every table."""
+    public = json.loads(SOURCE.read_text(encoding="utf-8"))
+    names = labels()
+    return {f"{FAMILY}_{arch}.toml": render(arch, public[arch], names) for arch in DEVICES}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table differs")
+    check = parser.parse_args().check
+    differing = []
+    for name, text in outputs().items():
+        path = TABLES / name
+        same = path.is_file() and path.read_bytes() == text.encode()
+        if not same and not check:
+            path.write_bytes(text.encode())
+        differing += [] if same else [name]
+    verb = "differs from" if check else "written from"
+    for name in differing:
+        print(f"{name}: {verb} the public figures")
+    if not differing:
+        print("all tables are what the public figures say")
+    return 1 if check and differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
