@@ -1,0 +1,139 @@
+"""Making kernels: compile or load, in this process or in several.
+
+``make`` goes through the store on disk where there is one. Starting a server compiles many units, and the compiler is
+not thread-safe: ``make_all`` spreads them over processes, which hand their objects over through the store.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .compile_cache import CompileCache, CompileError, CompileUnit, Made
+from .registry import backend
+from .store import ObjectStore, default_folder, key_of, toolchain
+
+_LOG = logging.getLogger("lowlat_gemm")
+
+#: Name of the exported function in every object.
+_ENTRY = "lowlat_gemm_kernel"
+#: Units below which another process is not worth its start (importing the compiler takes seconds, a unit a fraction).
+UNITS_PER_PROCESS = 8
+
+
+def compile_options(target: str) -> str:
+    """Options of ``cute.compile`` for a compile target such as "sm_90a"."""
+    return f"--gpu-arch={target} --enable-tvm-ffi"
+
+
+def compile_now(unit: CompileUnit, extra_options: str = "") -> Any:
+    """Compiles ``unit`` now, past every cache; ``extra_options`` (dump folders, say) go to the compiler as they are."""
+    import cutlass.cute as cute
+
+    module = importlib.import_module(f".{backend(unit.kernel).kernel_module}", __package__)
+    return module.compile_kernel(unit, cute.compile, f"{compile_options(unit.target)} {extra_options}".rstrip())
+
+
+@functools.lru_cache(maxsize=8)
+def store_in(folder: str | None) -> ObjectStore | None:
+    """The object store in ``folder``, by default the user's cache folder; None where none can be had."""
+    if not toolchain():
+        return None  # a compiler that was copied here without its metadata: no telling when an object is stale
+    return ObjectStore.open(default_folder() if folder is None else Path(folder))
+
+
+def _load(path: Path) -> Callable:
+    import cutlass.cute as cute
+
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _ENTRY)
+
+
+def _find(store: ObjectStore, key: str) -> Callable | None:
+    path = store.find(key)
+    if path is None:
+        return None
+    try:
+        return _load(path)
+    except Exception as error:  # whole, yet not loadable: of another machine perhaps
+        _LOG.warning("compiled kernel %s cannot be loaded (%s): it is made again", path.name, error)
+        store.discard(key)
+        return None
+
+
+def make(unit: CompileUnit, store: ObjectStore | None) -> Made:
+    """Loads ``unit`` from ``store`` or compiles it and puts it there. Raises what the compiler raises.
+
+    A kernel that was just compiled is loaded from its object all the same, so that every run launches the same thing.
+    """
+    if store is None:
+        return Made(compile_now(unit), compiled=True)
+    key = key_of(unit, compile_options(unit.target))
+    kernel = _find(store, key)
+    if kernel is not None:
+        return Made(kernel, compiled=False)
+    with store.lock(key) as held:
+        kernel = _find(store, key) if held else None
+        if kernel is not None:
+            return Made(kernel, compiled=False)
+        compiled = compile_now(unit)
+        with store.scratch() as folder:
+            path = None
+            if folder is not None:
+                compiled.export_to_c(object_file_path=str(folder / "kernel.o"), function_name=_ENTRY)
+                path = store.put(key, folder / "kernel.o", repr(unit))
+        kernel = None if path is None else _find(store, key)
+        return Made(kernel or compiled, compiled=True)
+
+
+def make_all(
+    units: Iterable[CompileUnit],
+    cache: CompileCache,
+    store: ObjectStore | None,
+    *,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[CompileUnit, str]:
+    """Brings ``units`` into ``cache``, in several processes where that pays; returns what could not be made, and why.
+
+    ``store``: the one that ``cache`` makes kernels through; without one, each unit is compiled in this process.
+    ``processes``: at most so many, by default one a core but one. ``progress(done, total)`` is called as units finish.
+    """
+    wanted = [unit for unit in dict.fromkeys(units) if cache.peek(unit) is None and cache.failed(unit) is None]
+    most = max(1, (os.cpu_count() or 2) - 1) if processes is None else processes
+    progress(0, len(wanted))
+    if store is not None:
+        missing = [unit for unit in wanted if store.find(key_of(unit, compile_options(unit.target))) is None]
+        _make_in_processes(missing, min(most, len(missing) // UNITS_PER_PROCESS), store)
+    problems = {}
+    for done, unit in enumerate(wanted, 1):
+        try:
+            cache.get(unit)
+        except CompileError as error:
+            problems[unit] = str(error)
+        progress(done, len(wanted))
+    return problems
+
+
+def _make_in_processes(units: Sequence[CompileUnit], count: int, store: ObjectStore) -> None:
+    """Has ``count`` processes put ``units`` into ``store``. What one fails to make is left to the caller."""
+    if count < 2:
+        return
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", f"{__package__}.worker", str(store.folder)]
+    workers = []
+    for index in range(count):
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        worker.stdin.write(pickle.dumps(list(units[index::count])))
+        worker.stdin.close()
+        workers.append(worker)
+    for worker in workers:
+        if worker.wait():
+            _LOG.warning("a compile process ended with %d; its kernels are compiled here", worker.returncode)

@@ -1,0 +1,92 @@
+"""Device primitives that kernels share. Each is one instruction or a short, named sequence."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32, const_expr
+
+#: L2 cache policy "evict first", as ``createpolicy.fractional.L2::evict_first`` at fraction 1 encodes it. Weights are
+#: read once a step, so they must not push activations out of L2.
+EVICT_FIRST = 0x12F0000000000000
+
+WARP = 32
+
+# The PDL pair under the names that the rest of the code uses.
+#   wait_for_previous_kernel: returns when every kernel before this one has finished and its writes are visible.
+#   let_next_kernel_start:    allows the next kernel's CTAs to become resident; orders nothing.
+wait_for_previous_kernel = cute.arch.griddepcontrol_wait
+let_next_kernel_start = cute.arch.griddepcontrol_launch_dependents
+
+
+def _vector_suffix(words: int) -> tuple[str, str]:
+    """PTX vector suffix and the register list of a load of 1, 2 or 4 32-bit words."""
+    if words == 1:
+        return "", "{$w0}"
+    return f".v{words}", "{" + ", ".join(f"{{$w{i}}}" for i in range(words)) + "}"
+
+
+def _load_words(instruction: str, words: int, arguments: list) -> list[Uint32]:
+    suffix, registers = _vector_suffix(words)
+    policy = ", {$r1}" if len(arguments) == 2 else ""
+    loaded = cute.arch.inline_ptx(
+        f"{instruction}{suffix}.b32 {registers}, [{{$r0}}]{policy};",
+        write_only_types=[Uint32] * words,
+        read_only_args=arguments,
+    )
+    return [loaded] if words == 1 else list(loaded)
+
+
+def load_weight_words(address: Int64, words: int) -> list[Uint32]:
+    """Streaming load of 1, 2 or 4 words that nobody writes while any kernel of the chain runs (weights only).
+
+    Past L1 and first to leave L2. Not ``.nc``: ptxas sinks non-coherent loads below the PDL wait and breaks up a
+    batch of them to save registers; plain volatile ones stay where the program puts them (seen in SASS, CUDA 13).
+    """
+    return _load_words("ld.global.L1::no_allocate.L2::cache_hint", words, [address, Int64(EVICT_FIRST)])
+
+
+def load_activation_words(address: Int64, words: int) -> list[Uint32]:
+    """Load of 1, 2 or 4 words that the previous kernel may have written: only after the PDL wait."""
+    return _load_words("ld.global", words, [address])
+
+
+def unpack_words(words: list[Uint32], dtype) -> list[Float32]:
+    """The 2 * len(words) BF16 or FP16 elements in packed ``words``, as FP32, in memory order."""
+    values = []
+    for word in words:
+        if const_expr(dtype is cutlass.BFloat16):
+            # A BF16 number is the upper half of an FP32 one. SM90 has no BF16 FMA with an FP32 sum.
+            values.append((word << 16).bitcast(Float32))
+            values.append((word & Uint32(0xFFFF0000)).bitcast(Float32))
+        else:
+            low, high = cute.arch.inline_ptx(
+                "{\n.reg .f16 lo, hi;\nmov.b32 {lo, hi}, {$r0};\ncvt.f32.f16 {$w0}, lo;\ncvt.f32.f16 {$w1}, hi;\n}",
+                write_only_types=[Float32, Float32],
+                read_only_args=[word],
+            )
+            values.extend((low, high))
+    return values
+
+
+def sum_over_warp(values: list[Float32], lane: Int32) -> list[tuple[Float32, Int32]]:
+    """Sums each of ``values`` over the 32 lanes of a warp, in about one shuffle a value.
+
+    Each round halves the list: of two neighbours a lane keeps one and gives the other to its partner, so that
+    after five rounds a lane holds 1/32 of the sums. Returns (sum, index into ``values``) for those that this lane
+    holds; some are held by several lanes, with equal bits. Every value is added in the same tree of lanes.
+    """
+    held = [(value, Int32(i)) for i, value in enumerate(values)]
+    for offset in (16, 8, 4, 2, 1):
+        upper = (lane & offset) != 0
+        halved = []
+        for first, second in zip(held[0::2], held[1::2]):
+            keep = cutlass.select_(upper, second[0], first[0])
+            give = cutlass.select_(upper, first[0], second[0])
+            index = cutlass.select_(upper, second[1], first[1])
+            halved.append((keep + cute.arch.shuffle_sync_bfly(give, offset), index))
+        if len(held) % 2:
+            value, index = held[-1]
+            halved.append((value + cute.arch.shuffle_sync_bfly(value, offset), index))
+        held = halved
+    return held

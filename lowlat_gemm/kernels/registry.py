@@ -1,0 +1,68 @@
+"""The backends that exist in this build, each behind one interface."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..arch import Arch
+from ..backends import BACKEND_NAMES
+from . import skinny
+from .compile_cache import CompileUnit
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One kernel family.
+
+    ``parse_config(mapping)``: the config dataclass; ValueError with the value.
+    ``why_not(arch, n, k, m, config, residual=False)``: the one predicate that dispatcher, tuner, table validation and
+    tests call; None when it can serve.
+    ``compile_unit(arch, n, k, m, config, residual=False)``: what must be compiled for it.
+    ``kernel_module``: name of the module that holds the CuTe DSL code and ``compile_kernel``.
+    ``batch_invariant``: whether a token's bits are the same for every M and config of this backend.
+    """
+
+    name: str
+    parse_config: Callable[[Mapping[str, int]], Any]
+    why_not: Callable[..., str | None]
+    compile_unit: Callable[..., CompileUnit]
+    kernel_module: str
+    batch_invariant: bool
+
+
+_BACKENDS = {
+    skinny.NAME: Backend(
+        name=skinny.NAME,
+        parse_config=skinny.parse_config,
+        why_not=skinny.why_not,
+        compile_unit=skinny.compile_unit,
+        kernel_module="skinny_kernel",
+        batch_invariant=False,
+    ),
+}
+
+
+def backend(name: str) -> Backend | None:
+    """The backend of that name, or None when this build does not have it yet. ValueError for an unknown name."""
+    if name not in BACKEND_NAMES:
+        raise ValueError(f"unknown backend {name!r}: known are {', '.join(BACKEND_NAMES)}")
+    return _BACKENDS.get(name)
+
+
+def built_backends() -> tuple[str, ...]:
+    """Names of the backends in this build, in the closed set's order."""
+    return tuple(name for name in BACKEND_NAMES if name in _BACKENDS)
+
+
+#: Modules that compiling and launching needs, with the package that brings each.
+_REQUIRED = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
+
+
+@functools.lru_cache(maxsize=None)
+def missing_packages() -> tuple[str, ...]:
+    """The packages that kernels need and this Python lacks (looked up, not imported)."""
+    return tuple(package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None)

@@ -1,0 +1,126 @@
+"""``skinny``: a dot-product GEMM on CUDA cores for a few tokens; it wins where one token reads each weight once.
+
+A CTA owns ``outputs_per_block`` rows of the weight and streams them past all M tokens:
+
+    K = |-- step --|-- step --| ...        one step  = block_size threads x vector_width elements
+        |-- k_unroll steps --|             one chunk = the loads that a thread has in flight
+
+Products and sums are FP32; partial sums are added over the warp, then over the warps in order, so the same config
+gives the same bits on every run. A plan with several configs over M is not batch-invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from ..arch import Arch
+from .compile_cache import CompileUnit
+
+NAME = "skinny"
+MAX_TOKENS = 16
+#: What a thread may hold without spilling, of 255: the rest is for addresses and temporaries. Checked against the
+#: spills of every config x generation by conformance/crosscompile.
+REGISTER_BUDGET = 208
+_REGISTERS_PER_SM = 65_536
+_WARP = 32
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """Static parameters. ``static_k``: compile for this K alone (its loops are unrolled); None: for any K."""
+
+    block_size: int
+    outputs_per_block: int
+    k_unroll: int
+    vector_width: int
+    static_k: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Elements of K that a CTA reads at a time."""
+        return self.block_size * self.vector_width
+
+    @property
+    def chunk(self) -> int:
+        """Elements of K whose weights a CTA has in flight at a time."""
+        return self.step * self.k_unroll
+
+
+@dataclass(frozen=True)
+class SkinnySpec:
+    """What the compiled code depends on, and nothing else: no N, no K but a static one, no stride, no pointer."""
+
+    config: SkinnyConfig
+    tokens: int
+    input_dtype: str = "bfloat16"
+    residual: bool = False
+
+
+def parse_config(values: Mapping[str, int]) -> SkinnyConfig:
+    """A config from a table's mapping. Raises ValueError naming missing, unknown or non-positive entries."""
+    known = {field.name for field in fields(SkinnyConfig)}
+    unknown, missing = set(values) - known, known - {"static_k"} - set(values)
+    if unknown or missing:
+        raise ValueError(f"skinny config {dict(values)}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    given = {key: value for key, value in values.items() if not (key == "static_k" and value is None)}
+    bad = {key: value for key, value in given.items() if type(value) is not int or value <= 0}
+    if bad:
+        raise ValueError(f"skinny config {dict(values)}: expected positive integers, found {bad}")
+    return SkinnyConfig(**values)
+
+
+def registers(config: SkinnyConfig, tokens: int) -> int:
+    """32-bit registers that a thread keeps alive in the main loop, from the shape of the loop alone."""
+    words = config.vector_width // 2
+    accumulators = tokens * config.outputs_per_block
+    weights = config.k_unroll * config.outputs_per_block * words
+    activations = tokens * config.vector_width  # one step's x, unpacked to FP32
+    unpacked_weight = config.vector_width
+    return accumulators + weights + activations + unpacked_weight
+
+
+def shared_memory_bytes(config: SkinnyConfig, tokens: int) -> int:
+    """Bytes of shared memory of a CTA: one FP32 partial sum per warp, token and output."""
+    return config.block_size // _WARP * tokens * config.outputs_per_block * 4
+
+
+def why_not(arch: Arch, n: int, k: int, m: int, config: SkinnyConfig, *, residual: bool = False) -> str | None:
+    """The one predicate: why this backend cannot serve (arch, N, K, M, config), or None when it can."""
+    if not 1 <= m <= MAX_TOKENS:
+        return f"M = {m}: skinny serves 1 to {MAX_TOKENS} tokens"
+    if n < 1 or k < 1:
+        return f"N = {n}, K = {k}: expected positive extents"
+    if config.vector_width not in (2, 4, 8):
+        return f"vector_width {config.vector_width}: expected 2, 4 or 8"
+    if k % 8:
+        return f"K = {k}: expected a multiple of 8, so that every row starts on 16 bytes"
+    if config.static_k is not None and config.static_k != k:
+        return f"config is for K = {config.static_k}, not {k}"
+    if k < config.step:
+        return f"K = {k} is shorter than one step of {config.step} (block_size x vector_width)"
+    if config.block_size % _WARP or not _WARP <= config.block_size <= 1024:
+        return f"block_size {config.block_size}: expected whole warps, 32 to 1024 threads"
+    if config.outputs_per_block > 64:
+        return f"outputs_per_block {config.outputs_per_block}: expected at most 64"
+    needed = registers(clamped(config, k), m)
+    limit = min(REGISTER_BUDGET, _REGISTERS_PER_SM // config.block_size - 24)
+    if needed > limit:
+        return f"needs about {needed} registers a thread at M = {m}, {limit} are there"
+    shared = shared_memory_bytes(config, m)
+    if shared > arch.shared_memory_bytes:
+        return f"needs {shared} bytes of shared memory, {arch} has {arch.shared_memory_bytes}"
+    return None
+
+
+def clamped(config: SkinnyConfig, k: int) -> SkinnyConfig:
+    """The config with no more unrolling than ``k`` has whole steps: what is beyond would load nothing."""
+    return replace(config, k_unroll=min(config.k_unroll, k // config.step))
+
+
+def compile_unit(arch: Arch, n: int, k: int, m: int, config: SkinnyConfig, *, residual: bool = False) -> CompileUnit:
+    """The unit of compilation that serves this config at M tokens.
+
+    It is the same for every N, and for every K that is static or has a whole chunk. The predicate must have agreed.
+    """
+    return CompileUnit(NAME, arch.compile_target, SkinnySpec(clamped(config, k), m, residual=residual))

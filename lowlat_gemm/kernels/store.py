@@ -1,0 +1,209 @@
+"""Compiled kernels on disk: one object file per key, shared by processes and by runs.
+
+The key is the content: kernel sources, unit, compile options, and the toolchain that made it. So an upgrade never
+finds an old object, and nothing needs to be invalidated.
+
+    <folder>/<key>.o     the object, as the DSL exports it
+    <folder>/<key>.json  its SHA-256 and what it is, written after the object; without it the object does not count
+    <folder>/<key>.lock  held while the object is made; the kernel drops it when its holder dies
+
+A file that is truncated, foreign or unreadable is a miss. A folder that cannot be written means: no disk cache, one
+warning, and everything else goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .compile_cache import CompileUnit
+
+try:
+    import fcntl
+except ImportError:  # no advisory locks on this system: processes may compile the same unit at once, and both be right
+    fcntl = None
+
+_LOG = logging.getLogger("lowlat_gemm")
+
+#: Raised whenever the calling convention of compiled kernels changes.
+ABI = 1
+#: What decides the machine code besides our sources.
+TOOLCHAIN = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core",
+             "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi")  # fmt: skip
+#: Longest wait for another process that makes the same object; then it is made here as well.
+LOCK_TIMEOUT_S = 120.0
+
+
+def default_folder(environ=os.environ) -> Path | None:
+    """``$XDG_CACHE_HOME/lowlat_gemm``, else ``~/.cache/lowlat_gemm``; None where there is no home.
+
+    Never a folder under /tmp: its objects are executed, and others could write them.
+    """
+    if root := environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "lowlat_gemm"
+    home = os.path.expanduser("~")
+    return Path(home) / ".cache" / "lowlat_gemm" if os.path.isabs(home) and home != "/" else None
+
+
+@functools.lru_cache(maxsize=None)
+def toolchain() -> tuple[tuple[str, str], ...]:
+    """(distribution, version and hash of its file list) for what makes the machine code.
+
+    The file list (RECORD) holds the hash of every installed file, the native libraries too; a reinstalled build of the
+    same version differs in it.
+    """
+    found = []
+    for name in TOOLCHAIN:
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        files = hashlib.sha256((distribution.read_text("RECORD") or "").encode()).hexdigest()
+        found.append((name, f"{distribution.version} {files}"))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=None)
+def source_hash(folder: Path = Path(__file__).parent) -> str:
+    """SHA-256 over the names and bytes of the Python files in ``folder``: the kernels' own sources."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def key_of(unit: CompileUnit, options: str) -> str:
+    """The content key of a unit compiled with ``options`` by the toolchain that is installed.
+
+    ``repr`` of a unit's spec is part of it: specs are dataclasses of plain values.
+    """
+    parts = (ABI, platform.machine(), sys.implementation.cache_tag, source_hash(), toolchain(), options,
+             unit.kernel, unit.target, repr(unit.spec))  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+class ObjectStore:
+    """The objects in one folder. Methods never raise for what the file system does; they log and miss."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._broken = False
+
+    @classmethod
+    def open(cls, folder: Path | None) -> "ObjectStore | None":
+        """The store in ``folder``, which is made if need be; None, with one warning, when it cannot be written."""
+        if folder is None:
+            _LOG.warning("no home folder: compiled kernels are not kept on disk (set LOWLAT_GEMM_CACHE_DIR)")
+            return None
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            _LOG.warning("compiled kernels are not kept on disk: %s (set LOWLAT_GEMM_CACHE_DIR)", error)
+            return None
+        return cls(folder)
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{key}.o"
+
+    def find(self, key: str) -> Path | None:
+        """The object of ``key`` if it is there and whole."""
+        try:
+            wanted = json.loads(self._note(key).read_text())["sha256"]
+            found = hashlib.sha256(self.path(key).read_bytes()).hexdigest()
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return self.path(key) if found == wanted else None
+
+    def put(self, key: str, produced: Path, what: str) -> Path | None:
+        """Moves the finished object ``produced`` (on this file system) in; None when that could not be done."""
+        try:
+            note = {"sha256": hashlib.sha256(produced.read_bytes()).hexdigest(), "what": what}
+            _flush(produced)
+            os.replace(produced, self.path(key))
+            self._write(self._note(key), json.dumps(note))
+        except OSError as error:
+            self._give_up(error)
+            return None
+        return self.path(key)
+
+    def discard(self, key: str) -> None:
+        """Forgets an object that could not be loaded."""
+        for path in (self._note(key), self.path(key)):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path | None]:
+        """A folder on the store's file system for an object in the making; None when it cannot be had."""
+        try:
+            folder = tempfile.TemporaryDirectory(dir=self.folder, prefix="making-", ignore_cleanup_errors=True)
+        except OSError as error:
+            self._give_up(error)
+            yield None
+            return
+        with folder:
+            yield Path(folder.name)
+
+    @contextlib.contextmanager
+    def lock(self, key: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[bool]:
+        """Holds the key's lock; yields False when it could not be had in time, or not at all."""
+        if fcntl is None:
+            yield False
+            return
+        try:
+            stream = open(self.folder / f"{key}.lock", "a")
+        except OSError as error:
+            self._give_up(error)
+            yield False
+            return
+        with stream:
+            yield _lock(stream, timeout_s)
+
+    def _note(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def _write(self, path: Path, text: str) -> None:
+        handle, name = tempfile.mkstemp(dir=self.folder)
+        with os.fdopen(handle, "w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(name, path)
+
+    def _give_up(self, error: OSError) -> None:
+        if not self._broken:
+            self._broken = True
+            _LOG.warning("compiled kernels are not kept in %s: %s", self.folder, error)
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _lock(stream, timeout_s: float) -> bool:
+    """Takes an exclusive lock on an open file within ``timeout_s``; it goes with the file, or with the process."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        except OSError:  # a file system without locks
+            return False
