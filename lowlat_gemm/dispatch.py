@@ -1,0 +1,317 @@
+"""From a local (N, K) and a token count to a decision: tables, operand contract, settings and kernels meet here.
+
+Decisions are made from (N, K), M and the GPU generation alone; module names play no role. Nothing in this file needs
+torch or cutlass: what runs a decision is ``execute.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import settings as settings_module
+from .arch import Arch, DeviceProperties, resolve_arch
+from .kernels.compile_cache import CompileUnit
+from .kernels.registry import backend, built_backends, missing_packages
+from .operands import Reason, Refusal
+from .settings import Settings
+from .tables import Cell, ProjectionSpec, Table, available_tables, load_table
+
+_LOG = logging.getLogger("lowlat_gemm")
+
+#: The dtype that tables are about until a table says otherwise.
+TABLE_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """What one (M, residual) of a plan comes to. ``refusal`` None: ``unit`` is what to compile and launch."""
+
+    m: int
+    residual: bool
+    cell: Cell
+    config: Any = None
+    unit: CompileUnit | None = None
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static part of dispatch for one local (N, K) on one generation.
+
+    ``entries`` and ``residual_entries`` hold every cell of the table row by M, refused ones included.
+    ``batch_invariant``: one kernel with one order of accumulation serves every M.
+    """
+
+    arch: Arch
+    table: Table
+    spec: ProjectionSpec
+    batch_invariant: bool
+    entries: Mapping[int, PlanEntry]
+    residual_entries: Mapping[int, PlanEntry]
+
+    def entry(self, m: int, residual: bool) -> PlanEntry | None:
+        return (self.residual_entries if residual else self.entries).get(m)
+
+    def units(self) -> list[CompileUnit]:
+        """Everything that the plan can launch, each once."""
+        entries = [*self.entries.values(), *self.residual_entries.values()]
+        return list(dict.fromkeys(entry.unit for entry in entries if entry.refusal is None))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What ``explain`` answers. ``backend`` is the table's; it runs only where ``refusal`` is None."""
+
+    num_tokens: int
+    n: int
+    k: int
+    has_residual: bool
+    arch: str | None
+    refusal: Refusal | None
+    family: str | None = None
+    label: str | None = None
+    measured_on: str | None = None
+    backend: str | None = None
+    config: Mapping[str, int] = field(default_factory=dict)
+    provenance: Any = None
+    batch_invariant: bool = False
+
+    @property
+    def runs(self) -> bool:
+        return self.refusal is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "num_tokens": self.num_tokens,
+            "n": self.n,
+            "k": self.k,
+            "has_residual": self.has_residual,
+            "arch": self.arch,
+            "runs": self.runs,
+            "reason": None if self.refusal is None else self.refusal.reason.value,
+            "detail": None if self.refusal is None else self.refusal.detail,
+            "family": self.family,
+            "label": self.label,
+            "measured_on": self.measured_on,
+            "backend": self.backend,
+            "config": dict(self.config),
+            "provenance": None if self.provenance is None else self.provenance.to_json(),
+            "batch_invariant": self.batch_invariant,
+        }
+
+    def __str__(self) -> str:
+        residual = " + residual" if self.has_residual else ""
+        lines = [f"M={self.num_tokens} N={self.n} K={self.k}{residual} on {self.arch or 'an unlisted device'}"]
+        if self.family is not None:
+            lines.append(f"  row         {self.family}/{self.arch}: {self.label or 'unnamed'} (table for {self.measured_on})")
+        if self.backend is not None:
+            config = ", ".join(f"{key} {value}" for key, value in self.config.items())
+            lines.append(f"  cell        {self.backend}" + (f" ({config})" if config else ""))
+            lines.append(f"  provenance  {self.provenance}")
+            lines.append(f"  bits        {'the same' if self.batch_invariant else 'may differ'} over M")
+        lines.append(f"  decision    {self.backend}" if self.runs else f"  decision    falls back: {self.refusal}")
+        return "\n".join(lines)
+
+
+def families() -> tuple[str, ...]:
+    """The model families that have a table, in the order in which they are asked for a shape."""
+    return tuple(dict.fromkeys(family for family, _ in available_tables()))
+
+
+def family_names(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """The families that a ``tables`` or ``names`` argument means; None for all. ValueError for an unknown one."""
+    if names is None:
+        return None
+    wanted, known = (names,) if isinstance(names, str) else tuple(names), families()
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"no tables of family {name!r}: known are {', '.join(known)}")
+    return wanted
+
+
+def _row(arch: Arch, n: int, k: int, names: Sequence[str]) -> tuple[Table, ProjectionSpec] | None:
+    """The first table of ``names`` with a row for (n, k) on ``arch``."""
+    shipped = available_tables()
+    for family in names:
+        if (family, arch.name) in shipped:
+            table = load_table(family, arch)
+            spec = table.projections.get((n, k))
+            if spec is not None:
+                return table, spec
+    return None
+
+
+def select_kimi_k3_backend(
+    num_tokens: int, n: int, k: int, *, has_residual: bool = False, arch: str | Arch | None = None
+) -> str | None:
+    """The backend that the Kimi-K3 table names for a local (N, K) at ``num_tokens``, or None to fall back.
+
+    None as well for ``has_residual`` where the row has no residual config. The table alone answers: switches, missing
+    packages and backends that are not built yet are ``explain``'s business. ``arch``: a name, an ``Arch``, or None for
+    the current CUDA device (without CUDA: SM103; on an unlisted device the answer is None). Raises ValueError for an
+    unknown name.
+    """
+    found = resolve_arch(arch)
+    row = None if found is None else _row(found, n, k, ("kimi_k3",))
+    cell = None if row is None else row[0].cell(n, k, num_tokens, residual=has_residual)
+    return None if cell is None else cell.backend
+
+
+def _plan_entry(arch: Arch, spec: ProjectionSpec, m: int, residual: bool, cell: Cell, settings: Settings) -> PlanEntry:
+    def refused(reason: Reason, detail: str) -> PlanEntry:
+        return PlanEntry(m, residual, cell, refusal=Refusal(reason, detail))
+
+    if settings.denied(cell.backend, spec.n, spec.k, m):
+        return refused(Reason.DISABLED, "on the deny list")
+    implementation = backend(cell.backend)
+    if implementation is None:
+        return refused(Reason.BACKEND_NOT_BUILT, f"{cell.backend}; this build has {', '.join(built_backends())}")
+    try:
+        config = implementation.parse_config(cell.config)
+        problem = implementation.why_not(arch, spec.n, spec.k, m, config, residual=residual)
+    except ValueError as error:
+        problem = str(error)
+    if problem is not None:
+        _warn_once(f"table row {spec.n}x{spec.k} for {arch}, M = {m}: {problem}; it falls back")
+        return refused(Reason.CONFIG, problem)
+    if settings.batch_invariant and not implementation.batch_invariant:
+        return refused(Reason.BATCH_INVARIANT, f"{cell.backend} adds in an order that depends on M")
+    unit = implementation.compile_unit(arch, spec.n, spec.k, m, config, residual=residual)
+    return PlanEntry(m, residual, cell, config, unit)
+
+
+@functools.lru_cache(maxsize=4096)
+def _warn_once(text: str) -> None:
+    _LOG.warning("%s", text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(arch: Arch, n: int, k: int, names: tuple[str, ...], settings: Settings) -> Plan | None:
+    row = _row(arch, n, k, names)
+    if row is None:
+        return None
+    table, spec = row
+    by_residual = [
+        {m: _plan_entry(arch, spec, m, residual, cell, settings) for m, cell in sorted(cells.items())}
+        for residual, cells in ((False, spec.cells), (True, spec.residual_cells))
+    ]
+    # Served by one kernel for every M, the large ones too, or not at all: no backend of this build does so.
+    return Plan(arch, table, spec, False, *by_residual)
+
+
+def plan_for(arch: Arch, n: int, k: int, names: tuple[str, ...] | None = None) -> Plan | None:
+    """The plan of a local (N, K) under the current settings, or None where no table of ``names`` has the shape.
+
+    ``names``: families to look in, all by default. Cached, also per settings: a changed deny list gives another plan.
+    """
+    return _plan(arch, n, k, families() if names is None else names, settings_module.current())
+
+
+def disabled_refusal() -> Refusal | None:
+    """The refusal of everything, when the user has switched the library off."""
+    settings = settings_module.current()
+    if not settings.disabled:
+        return None
+    return Refusal(Reason.DISABLED, settings.problem or "LOWLAT_GEMM_DISABLE is set")
+
+
+def device_refusal(plan: Plan, device: DeviceProperties) -> Refusal | None:
+    """Why a plan's table is not for this device, or None."""
+    if settings_module.current().any_device:
+        return None
+    mismatch = plan.table.device.mismatch(device)
+    return None if mismatch is None else Refusal(Reason.DEVICE_CLASS, f"{mismatch} (LOWLAT_GEMM_ANY_DEVICE=1 uses it)")
+
+
+def entry_refusal(plan: Plan, m: int, residual: bool) -> Refusal | None:
+    """Why the plan does not serve (m, residual), or None when its entry can run."""
+    entry = plan.entry(m, residual)
+    if entry is not None:
+        return entry.refusal
+    if residual and not plan.residual_entries:
+        return Refusal(Reason.RESIDUAL, f"{plan.spec.n}x{plan.spec.k} has none on {plan.arch}")
+    served = sorted(plan.residual_entries if residual else plan.entries)
+    return Refusal(Reason.TOKENS, f"M = {m}; the row has M = {', '.join(map(str, served)) or 'none'}")
+
+
+def missing_packages_refusal() -> Refusal | None:
+    """Why no kernel at all can be compiled here, or None."""
+    missing = missing_packages()
+    return Refusal(Reason.BACKEND_UNAVAILABLE, f"not installed: {', '.join(missing)}") if missing else None
+
+
+def explain(
+    num_tokens: int,
+    n: int,
+    k: int,
+    *,
+    arch: str | Arch | None = None,
+    has_residual: bool = False,
+    dtype: str = TABLE_DTYPE,
+    bias: bool = False,
+    names: str | Sequence[str] | None = None,
+) -> Decision:
+    """The decision for a local (N, K) at ``num_tokens`` and why: the table row with its provenance, or the reason.
+
+    ``arch=None`` asks for the current CUDA device, its device class included; a named generation is answered for the
+    device class that its table was measured on. ``dtype`` is a torch dtype's name. ``names``: families to look in.
+    What depends on the tensors of one call (strides, alignment, capture) is checked at the call; set the log level of
+    "lowlat_gemm" to DEBUG to see it. Raises ValueError for an unknown arch or family.
+    """
+    num_tokens, n, k = map(_plain, (num_tokens, n, k))
+    found = resolve_arch(arch)
+    decision = functools.partial(
+        Decision, num_tokens, n, k, has_residual, None if found is None else found.name
+    )
+    device = _current_device() if arch is None else None
+    if found is None:
+        unlisted = Refusal(Reason.CAPABILITY, "" if device is None else f"{device.name} is {device.capability}")
+        return decision(disabled_refusal() or unlisted)
+    plan = plan_for(found, n, k, family_names(names))
+    if plan is None:
+        return decision(disabled_refusal() or Refusal(Reason.SHAPE, f"{n}x{k} is in no table for {found}"))
+    entry = plan.entry(num_tokens, has_residual)
+    refusal = (
+        disabled_refusal()
+        or (None if device is None else device_refusal(plan, device))
+        or (None if dtype == TABLE_DTYPE else Refusal(Reason.DTYPE, f"{dtype}; the table is for {TABLE_DTYPE}"))
+        or (Refusal(Reason.BIAS) if bias else None)
+        or entry_refusal(plan, num_tokens, has_residual)
+        or missing_packages_refusal()
+    )
+    row = {"family": plan.table.family, "label": plan.spec.label, "measured_on": plan.table.device.name}
+    if entry is None:
+        return decision(refusal, **row)
+    return decision(
+        refusal,
+        **row,
+        backend=entry.cell.backend,
+        config=entry.cell.config,
+        provenance=entry.cell.provenance,
+        batch_invariant=plan.batch_invariant,
+    )
+
+
+def _plain(value):
+    """An integer of any kind (numpy's, say) as Python's own; anything else as it is, for no row has it."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def _current_device() -> DeviceProperties | None:
+    """Properties of the current CUDA device, or None without CUDA or torch."""
+    from .arch import device_properties
+
+    try:
+        import torch
+    except ImportError:
+        return None
+    return device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None

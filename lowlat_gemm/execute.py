@@ -1,0 +1,192 @@
+"""Running a decision: the checks that depend on one call's tensors, the compile, the launch. Needs torch.
+
+A call costs one dict lookup and one launch once its plan is bound; whatever is not servable comes back as a
+``Refusal`` and the caller runs its own GEMM.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from . import settings as settings_module
+from .arch import arch_of_capability, device_properties
+from .dispatch import (
+    TABLE_DTYPE,
+    Plan,
+    PlanEntry,
+    device_refusal,
+    disabled_refusal,
+    entry_refusal,
+    missing_packages_refusal,
+    plan_for,
+)
+from .kernels.compile_cache import CompileCache, CompileError, CompileUnit, Made
+from .kernels.compiling import make, store_in
+from .operands import Reason, Refusal, check_operands
+from .tables import TableError
+
+_LOG = logging.getLogger("lowlat_gemm")
+
+#: Subclasses (fake, distributed, quantized tensors) mean something else by their storage.
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_TABLE_DTYPE = getattr(torch, TABLE_DTYPE)
+
+
+def _make(unit: CompileUnit) -> Made:
+    return make(unit, store_in(settings_module.current().cache_dir))
+
+
+#: The process's kernels.
+COMPILE_CACHE = CompileCache(_make)
+
+
+class CaptureError(RuntimeError):
+    """In strict mode: a launch would have to compile while a CUDA graph is captured."""
+
+
+def compiled_for(entry: PlanEntry):
+    """The compiled kernel of a plan entry, or the Refusal that it cannot be had now. Raises CaptureError if strict."""
+    compiled = COMPILE_CACHE.peek(entry.unit)
+    if compiled is not None:
+        return compiled
+    refusal = missing_packages_refusal()
+    if refusal is not None:
+        return refusal
+    failed = COMPILE_CACHE.failed(entry.unit)
+    if failed is not None:
+        return Refusal(Reason.BACKEND_UNAVAILABLE, failed.splitlines()[0])
+    if torch.cuda.is_current_stream_capturing():
+        detail = f"{entry.unit.kernel} at M = {entry.m} was not compiled before"
+        if settings_module.current().strict:
+            raise CaptureError(f"{detail} graph capture began: run it once, or warm it up, before capturing")
+        return Refusal(Reason.CAPTURE, detail)
+    try:
+        return COMPILE_CACHE.get(entry.unit)
+    except CompileError as error:
+        return Refusal(Reason.BACKEND_UNAVAILABLE, str(error).splitlines()[0])
+
+
+def launch(compiled, x, weight, residual=None, y=None):
+    """Launches on x's device and torch's current stream there; returns ``y`` [M, N], a new one of x's dtype by default.
+
+    The operands must have passed ``check_operands``; rows of a given ``y`` have unit stride and any pitch.
+    """
+    if y is None:
+        y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    index = x.device.index
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    if index == torch.cuda.current_device():
+        compiled(x, weight, residual, y, stream)
+    else:
+        with torch.cuda.device(index):
+            compiled(x, weight, residual, y, stream)
+    return y
+
+
+@functools.lru_cache(maxsize=4096)
+def _device_plan(ordinal: int, n: int, k: int, names: tuple[str, ...] | None, settings) -> Plan | Refusal:
+    """The plan for a shape on one CUDA device, or why that device has none. ``settings`` is part of the key."""
+    device = device_properties(ordinal)
+    arch = arch_of_capability(device.capability)
+    if arch is None:
+        return Refusal(Reason.CAPABILITY, f"{device.name} is {device.capability[0]}.{device.capability[1]}")
+    try:
+        plan = plan_for(arch, n, k, names)
+    except TableError as error:  # a damaged installation must not take a server down
+        _LOG.error("%s; shapes that it may have fall back", error)
+        return Refusal(Reason.TABLE, str(error))
+    if plan is None:
+        return Refusal(Reason.SHAPE, f"{n}x{k} is in no table for {arch}")
+    return device_refusal(plan, device) or plan
+
+
+def device_plan(ordinal: int, n: int, k: int, names: tuple[str, ...] | None = None) -> Plan | Refusal:
+    """The plan for a shape on CUDA device ``ordinal`` under the current settings, or the Refusal."""
+    return disabled_refusal() or _device_plan(ordinal, n, k, names, settings_module.current())
+
+
+def context_refusal() -> Refusal | None:
+    """Why nothing can be launched from here, whatever the tensors: somebody is watching or rewriting operations."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return Refusal(Reason.TRACING)
+    if torch._C._len_torch_dispatch_stack():
+        return Refusal(Reason.TRACING, "a dispatch mode is active")
+    if torch._C._are_functorch_transforms_active():
+        return Refusal(Reason.TRACING, "inside a function transform")
+    if torch.autograd.forward_ad._current_level >= 0:
+        return Refusal(Reason.AUTOGRAD, "inside forward-mode differentiation")
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != _TABLE_DTYPE:
+        return Refusal(Reason.DTYPE, f"autocast to {torch.get_autocast_dtype('cuda')}")
+    return None
+
+
+def tensor_refusal(tensor) -> Refusal | None:
+    """Why this is not a plain strided tensor, or None."""
+    if type(tensor) not in _PLAIN_TYPES:
+        return Refusal(Reason.TENSOR_TYPE, type(tensor).__name__)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return Refusal(Reason.TENSOR_TYPE, "nested" if tensor.is_nested else str(tensor.layout))
+    return None
+
+
+def call_refusal(x, weight, residual=None) -> Refusal | None:
+    """What of one call is not servable by any plan, or None."""
+    refusal = context_refusal()
+    if refusal is not None:
+        return refusal
+    tensors = (x, weight) if residual is None else (x, weight, residual)
+    for tensor in tensors:
+        refusal = tensor_refusal(tensor)
+        if refusal is not None:
+            return refusal
+    if x.device.type != "cuda":
+        return Refusal(Reason.CAPABILITY, f"x is on {x.device}")
+    refusal = check_operands(x, weight, residual)
+    if refusal is not None:
+        return refusal
+    if x.dtype != _TABLE_DTYPE:
+        return Refusal(Reason.DTYPE, f"{x.dtype}; the table is for {_TABLE_DTYPE}")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return Refusal(Reason.AUTOGRAD, "call under torch.inference_mode() or torch.no_grad()")
+    return None
+
+
+def run_or_refuse(x, weight, residual=None):
+    """y [M, N] from the selected kernel, or the Refusal. Raises CaptureError in strict mode alone."""
+    refusal = call_refusal(x, weight, residual)
+    if refusal is not None:
+        return refusal
+    m, (n, k) = x.shape[0], weight.shape
+    plan = device_plan(x.device.index, n, k)
+    if isinstance(plan, Refusal):
+        return plan
+    refusal = entry_refusal(plan, m, residual is not None)
+    if refusal is not None:
+        return refusal
+    compiled = compiled_for(plan.entry(m, residual is not None))
+    if isinstance(compiled, Refusal):
+        return compiled
+    return launch(compiled, x, weight, residual)
+
+
+def try_low_latency_gemm(x, weight, residual=None):
+    """y = x @ weight.T (+ residual) by the kernel that the tables name, or None: the caller runs its own GEMM.
+
+    x: [M, K], weight: [N, K], residual: [M, N] or None, all BF16 on one CUDA device; y: [M, N] BF16, packed. Never
+    raises for unsupported input (in strict mode a compile during graph capture raises CaptureError). The reason for
+    falling back is in the debug log of "lowlat_gemm", once per shape, M and reason.
+    """
+    result = run_or_refuse(x, weight, residual)
+    if type(result) is Refusal:
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _log_once(tuple(getattr(x, "shape", ())), tuple(getattr(weight, "shape", ())), result)
+        return None
+    return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _log_once(x_shape, weight_shape, refusal: Refusal) -> None:
+    _LOG.debug("x %s, weight %s falls back: %s", x_shape, weight_shape, refusal)
