@@ -1,0 +1,180 @@
+"""``lowlat``: doctor, plan, explain, check.
+
+Exit codes: 0 it is as it should be; 1 it is not (what, is in the output); 2 the request could not be carried out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Optional
+
+try:
+    import typer
+    from rich.console import Console
+except ImportError as error:
+    print(f"lowlat: {error.name} is not installed; the command line needs typer and rich", file=sys.stderr)
+    sys.exit(2)
+
+from lowlat_cli import show
+from lowlat_gemm.arch import ARCHES, Arch, parse_arch
+from lowlat_gemm.dispatch import explain as explain_decision
+from lowlat_gemm.tables import load_table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Low-latency decode GEMMs: what the library would do, whether it can, and whether it does.",
+)
+#: Columns of a table where no terminal says how wide it is (a log, a pipe).
+PLAIN_WIDTH = 120
+OUT = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+ERR = Console(stderr=True)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+ModelOption = Annotated[str, typer.Option(help="Model family, such as kimi_k3.")]
+ArchOption = Annotated[Optional[str], typer.Option(help="GPU generation: sm90, sm100, sm103 or sm107.")]
+
+
+class CannotRun(Exception):
+    """The request cannot be carried out here; the message is the one line that the user sees."""
+
+
+def _print_json(value) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _gpu_for(arch: Arch | None):
+    """The first GPU of ``arch`` (of any served generation for None), or None and why there is none."""
+    from lowlat_cli.environment import find_gpus
+
+    gpus, why = find_gpus()
+    for gpu in gpus:
+        if gpu.arch is not None and arch in (None, gpu.arch):
+            return gpu, None
+    wanted = "of a served generation" if arch is None else f"of generation {arch}"
+    return None, why or f"no GPU {wanted} here: found {', '.join(map(str, gpus))}"
+
+
+@app.command()
+def doctor(as_json: JsonFlag = False) -> None:
+    """This machine: GPU, driver, versions, optional packages, switches; and whether kernels can run on it."""
+    from lowlat_cli.doctor import examine
+
+    report = examine()
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        show.doctor(OUT, report)
+    raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command()
+def plan(
+    model: ModelOption = "kimi_k3",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 8,
+    arch: ArchOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """What would run for each projection of a model, by M."""
+    from lowlat_cli.planning import plan_rows
+
+    found = _arch_or_default(arch)
+    rows = plan_rows(model, tp, found)
+    if as_json:
+        _print_json([row.to_json() for row in rows])
+    else:
+        show.plan(OUT, model, tp, load_table(model, found), rows)
+
+
+@app.command()
+def explain(
+    m: Annotated[int, typer.Argument(metavar="M", help="Tokens.")],
+    n: Annotated[int, typer.Argument(metavar="N", help="Local output features.")],
+    k: Annotated[int, typer.Argument(metavar="K", help="Local input features.")],
+    arch: ArchOption = None,
+    residual: Annotated[bool, typer.Option("--residual", help="With the residual epilogue.")] = False,
+    dtype: Annotated[str, typer.Option(help="A torch dtype's name.")] = "bfloat16",
+    as_json: JsonFlag = False,
+) -> None:
+    """The decision for one (M, N, K) and why. Exit code 1 when it falls back."""
+    decision = explain_decision(m, n, k, arch=arch, has_residual=residual, dtype=dtype)
+    if as_json:
+        _print_json(decision.to_json())
+    else:
+        print(decision)
+    raise typer.Exit(0 if decision.runs else 1)
+
+
+@app.command()
+def check(
+    model: ModelOption = "kimi_k3",
+    tp: Annotated[list[int], typer.Option(help="Tensor-parallel sizes; may be given again.")] = [4, 8, 16],
+    arch: ArchOption = None,
+    require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Fail unless cells run on a GPU.")] = False,
+    record: Annotated[Optional[Path], typer.Option(help="Write the JSON record of the run to this file.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """The main job: a model's projections through the dispatcher, every cell judged against FP64."""
+    from lowlat_cli import checking
+    from lowlat_cli.record import make_record, render, write_record
+
+    wanted = None if arch is None else parse_arch(arch)
+    gpu, why_no_gpu = _gpu_for(wanted)
+    if gpu is None and require_gpu:
+        raise CannotRun(why_no_gpu)
+    if importlib.util.find_spec("torch") is None:
+        raise CannotRun("torch is not installed: cells can be planned and explained, not checked")
+    arches = (gpu.arch,) if gpu is not None else ARCHES if wanted is None else (wanted,)
+    for one in arches:
+        load_table(model, one)  # a missing or broken table is said before anything long begins
+    if record is not None and not os.access(record.parent if record.parent.exists() else ".", os.W_OK):
+        raise CannotRun(f"{record}: its folder cannot be written")
+    shapes = checking.model_shapes(model, tp)
+    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+    with show.progress(ERR, f"{model} tp {', '.join(map(str, tp))}", sum(shape.elements for shape in shapes)) as report:
+        cells = checking.run_check(shapes, arches, gpu, report)
+    result = make_record(_command_line(), cells, gpu, started, time.monotonic() - clock)
+    if record is not None:
+        write_record(result, record)
+    if as_json:
+        print(render(result), end="")
+    else:
+        show.check(OUT, shapes, cells, gpu, why_no_gpu, record)
+    idle = require_gpu and not result["counts"]["kernel"]
+    if idle:
+        ERR.print("lowlat: --require-gpu, and no cell ran on a kernel", style="red", highlight=False)
+    raise typer.Exit(1 if idle or result["counts"]["failed"] else 0)
+
+
+def _arch_or_default(name: str | None) -> Arch:
+    """The named generation, else the one of a GPU that is here, else what ``arch=None`` means without CUDA."""
+    from lowlat_gemm.arch import resolve_arch
+
+    found = resolve_arch(name)
+    if found is None:
+        raise CannotRun("the GPU here is of no served generation; name one with --arch")
+    return found
+
+
+def _command_line() -> str:
+    return " ".join(["lowlat", *sys.argv[1:]])
+
+
+def main() -> None:
+    """Entry point: errors that a user can cause are one line and exit code 2."""
+    try:
+        app()
+    except (CannotRun, ValueError, OSError) as error:
+        ERR.print(f"lowlat: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

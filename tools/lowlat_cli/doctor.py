@@ -1,0 +1,91 @@
+"""``lowlat doctor``: whether kernels can run on this machine, and what stands in the way."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lowlat_gemm
+from lowlat_gemm import settings
+from lowlat_gemm.kernels.registry import built_backends, missing_packages
+from lowlat_gemm.tables import TableError, available_tables, load_table
+
+from . import environment
+
+
+@dataclass(frozen=True)
+class TableHealth:
+    """One shipped table: how many cells it has and how many of those this build has a kernel for, or its error."""
+
+    family: str
+    arch: str
+    cells: int
+    built: int
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """``problems``: why kernels do not run here, empty when they do. ``notes``: what is worth knowing besides."""
+
+    gpus: list[environment.Gpu]
+    driver: str | None
+    versions: dict[str, str | None]
+    settings: settings.Settings
+    tables: list[TableHealth]
+    problems: list[str]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "lowlat_gemm": lowlat_gemm.__version__,
+            "gpus": [{"ordinal": gpu.ordinal, "arch": gpu.arch and gpu.arch.name, "is": str(gpu)} for gpu in self.gpus],
+            "driver": self.driver,
+            "versions": self.versions,
+            "settings": asdict(self.settings),
+            "tables": [vars(table) for table in self.tables],
+            "kernels_can_run": not self.problems,
+            "problems": self.problems,
+            "notes": self.notes,
+        }
+
+
+def _table_health(family: str, arch: str) -> TableHealth:
+    try:
+        cells = [cell for _, cell in load_table(family, arch).cells()]
+    except TableError as error:
+        return TableHealth(family, arch, 0, 0, str(error))
+    return TableHealth(family, arch, len(cells), sum(cell.backend in built_backends() for cell in cells), None)
+
+
+def examine() -> Report:
+    """Looks at everything and fails at nothing."""
+    gpus, why_no_gpu = environment.find_gpus()
+    problems, notes = [], []
+    try:
+        chosen = settings.read()
+    except ValueError as error:
+        chosen = settings.current()
+        problems.append(f"{error}; the library is off until it is mended")
+    if why_no_gpu is not None:
+        problems.append(why_no_gpu)
+    served = [gpu for gpu in gpus if gpu.arch is not None]
+    if gpus and not served:
+        problems.append("no GPU of a served generation")
+    if missing_packages():
+        problems.append(f"kernels cannot be compiled: not installed: {', '.join(missing_packages())}")
+    if chosen.disabled and chosen.problem is None:
+        problems.append("switched off by LOWLAT_GEMM_DISABLE")
+    tables = [_table_health(family, arch) for family, arch in available_tables()]
+    problems += [table.error for table in tables if table.error is not None]
+    for gpu in served:
+        for table in tables:
+            if table.arch == gpu.arch.name and table.error is None:
+                mismatch = load_table(table.family, table.arch).device.mismatch(gpu.properties)
+                if mismatch is not None and not chosen.any_device:
+                    problems.append(f"{table.family}: {mismatch} (LOWLAT_GEMM_ANY_DEVICE=1 uses the table all the same)")
+    if chosen.deny:
+        notes.append(f"deny list: {len(chosen.deny)} entries (LOWLAT_GEMM_DENY)")
+    if chosen.batch_invariant:
+        notes.append("batch-invariant mode: only plans whose bits do not depend on M")
+    return Report(gpus, environment.driver_version(), environment.versions(), chosen, tables, problems, notes)

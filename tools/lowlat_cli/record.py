@@ -1,0 +1,101 @@
+"""The record of a run: what ran where, cell by cell. One JSON schema for the command line and the conformance suite."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import json
+import math
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import environment
+
+SCHEMA = 1
+
+
+class Status(str, enum.Enum):
+    """What became of a cell. A closed set."""
+
+    KERNEL = "kernel"  # ran on the table's kernel on a GPU of the generation, and every element was within the bound
+    FAILED = "failed"  # ran and was wrong, or dispatch did something else than it said
+    REFERENCE = "reference"  # no such GPU here: dispatch was followed to the kernel, the result is the reference's
+    NOT_BUILT = "backend not built"  # the table names a backend that this build does not have yet
+    FALLBACK = "fallback"  # the table has no cell, or the cell is refused: the caller's own GEMM runs
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One cell of one generation. ``worst_ulps``: largest error in units in the last place of the output type."""
+
+    arch: str
+    n: int
+    k: int
+    m: int
+    residual: bool
+    status: Status
+    family: str | None = None
+    backend: str | None = None
+    config: dict[str, int] | None = None
+    reason: str | None = None
+    provenance: str | None = None
+    worst_ulps: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.arch} M={self.m} N={self.n} K={self.k}{' + residual' if self.residual else ''}"
+
+
+def counts(cells: list[CellResult]) -> dict[str, int]:
+    """How many cells ended in each status, every status named."""
+    found = collections.Counter(cell.status for cell in cells)
+    return {status.value: found[status] for status in Status}
+
+
+def make_record(command: str, cells: list[CellResult], gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of a run, as plain JSON values."""
+    rows = [asdict(cell) | {"status": cell.status.value, "worst_ulps": _finite(cell.worst_ulps)} for cell in cells]
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "started": started.replace(microsecond=0).isoformat(),
+        "seconds": round(seconds, 1),
+        "commit": environment.commit(),
+        "machine": environment.machine(gpu),
+        "versions": environment.versions(),
+        "counts": counts(cells),
+        "cells": rows,
+    }
+
+
+def _finite(value: float | None) -> float | str | None:
+    """JSON has no NaN or infinity; a worst error that is one must still be seen."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def render(record: dict) -> str:
+    """The record as text: a line a cell, so that two records can be compared with diff."""
+    head = {key: value for key, value in record.items() if key != "cells"}
+    text = json.dumps(head, indent=1)[:-2]
+    cells = ",\n".join("  " + json.dumps(cell) for cell in record["cells"])
+    return f'{text},\n "cells": [\n{cells}\n ]\n}}\n'
+
+
+def write_record(record: dict, path: Path) -> None:
+    """Writes the record atomically: a reader sees the former file or the whole new one."""
+    text = render(record)  # before any file is there: what cannot be rendered leaves nothing behind
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as stream:
+            stream.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
