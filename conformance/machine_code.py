@@ -1,0 +1,40 @@
+"""What the compiler made of a kernel: registers, stack and spills, read with NVIDIA's binary tools."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """One compiled kernel. ``stack_bytes`` and ``local_accesses`` above zero mean spills."""
+
+    registers: int
+    stack_bytes: int
+    local_accesses: int
+    sass: str
+
+
+def _tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(f"{name} is not on PATH: install the package nvidia-cuda-{name}")
+    return found
+
+
+def read_cubin(path: Path) -> MachineCode:
+    """Reads the one kernel of a cubin. Raises CalledProcessError when the tools cannot."""
+
+    def run(*command: str) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    usage = run(_tool("cuobjdump"), "-res-usage", str(path))
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if match is None:
+        raise ValueError(f"cuobjdump -res-usage says nothing of registers: {usage!r}")
+    sass = run(_tool("nvdisasm"), "-c", str(path))
+    return MachineCode(int(match[1]), int(match[2]), len(re.findall(r"\b(?:STL|LDL)\b", sass)), sass)

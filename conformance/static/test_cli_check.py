@@ -1,0 +1,141 @@
+"""``lowlat check``: on paper and on a pretended GPU, what it counts, when it fails, and the record of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from conformance.fakes import clean_settings, cuda, device_of, lowlat, no_gpu, small  # noqa: F401
+from lowlat_cli import checking, environment, record
+from lowlat_cli.environment import Gpu
+from lowlat_cli.record import Status
+from lowlat_gemm.arch import ARCHES, SM90, SM100
+from lowlat_gemm.dispatch import explain
+
+pytestmark = pytest.mark.usefixtures("clean_settings")
+
+
+def test_check_on_paper(lowlat, small, no_gpu, tmp_path):
+    path = tmp_path / "made" / "record.json"
+    code, out, err = lowlat("check", "--record", path)
+    assert code == 0 and "no kernel ran: torch sees no CUDA GPU" in out and "0 failed" in out and str(path) in out
+    assert "2304x1536" in err and "2304x1536" not in out  # progress is not output
+    found = json.loads(path.read_text())
+    assert {"schema", "command", "started", "seconds", "commit", "machine", "versions", "counts", "cells"} <= set(found)
+    assert found["command"].startswith("lowlat check") and found["machine"]["gpu"] is None and set(found["counts"]) == {s.value for s in Status}
+    assert sum(found["counts"].values()) == len(found["cells"])
+    for cell in found["cells"]:
+        decision = explain(cell["m"], cell["n"], cell["k"], arch=cell["arch"], has_residual=cell["residual"])
+        expected = "fallback" if decision.backend is None else "reference" if decision.backend == "skinny" else "backend not built"
+        assert cell["status"] == expected and cell["backend"] == decision.backend, (cell, str(decision))
+        assert (cell["worst_ulps"] is not None) == (expected == "reference")
+    assert {cell["arch"] for cell in found["cells"]} == {arch.name for arch in ARCHES}
+    assert {cell["m"] for cell in found["cells"]} == set(range(1, 17))
+
+
+def test_the_record_has_what_the_design_names(lowlat, small, no_gpu):
+    cell = json.loads(lowlat("check", "--arch", "sm90", "--json")[1])["cells"][0]
+    assert {"family", "n", "k", "m", "residual", "backend", "config", "status", "reason", "worst_ulps"} <= set(cell)
+
+
+def test_check_as_json(lowlat, small, no_gpu):
+    code, out, _ = lowlat("check", "--arch", "sm90", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["counts"] == {"kernel": 0, "failed": 0, "reference": 2, "backend not built": 6, "fallback": 8}
+
+
+@pytest.mark.parametrize("value", [1e4, float("nan"), float("inf")])
+def test_a_wrong_result_fails_the_check(lowlat, small, no_gpu, monkeypatch, tmp_path, value):
+    real = torch.nn.functional.linear
+
+    def linear(x, weight):
+        y = real(x, weight)
+        y[1, 77] = value  # the second token: M = 1 stays right
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    code, out, _ = lowlat("check", "--arch", "sm90", "--record", tmp_path / "r.json")
+    assert code == 1 and "1 failed" in out and "FAILED sm90 M=2 N=2304 K=1536" in out and "[1, 77]" in out, out
+    found = json.loads(path_text := (tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    failed = [cell for cell in found["cells"] if cell["status"] == "failed"]
+    assert found["counts"]["failed"] == len(failed) == 1 and "[1, 77]" in failed[0]["reason"], path_text
+    assert float(failed[0]["worst_ulps"]) > 100 or str(failed[0]["worst_ulps"]) in ("nan", "inf")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch, small):
+    """``check`` on a pretended H200 beside a GPU that is not served."""
+    real = checking._Operands
+    with cuda([device_of(SM90), device_of(SM90, name="old", capability=(8, 0))]) as fake, torch.no_grad():
+        def operands(shape, tokens, device, seed):
+            made = real(shape, tokens, "cpu", seed)
+            for tensor in (made.x, made.weight, made.residual):
+                fake.place(tensor, device)
+            return made
+
+        monkeypatch.setattr(checking, "_Operands", operands)
+        monkeypatch.setattr(environment, "find_gpus", lambda: ([Gpu(i, d, SM90 if d.capability == (9, 0) else None) for i, d in enumerate(fake.devices)], None))
+        yield fake
+
+
+def test_check_on_a_gpu_runs_every_cell_of_a_built_backend(lowlat, on_gpu):
+    code, out, _ = lowlat("check", "--json", "--require-gpu")
+    found = json.loads(out)
+    assert code == 0 and found["counts"] == {"kernel": 2, "failed": 0, "reference": 0, "backend not built": 6, "fallback": 8}
+    assert found["machine"]["gpu"]["name"] == "H200" and len(on_gpu.calls) == 2
+
+
+def test_check_asks_the_gpu_that_it_runs_on(lowlat, on_gpu):
+    on_gpu.devices.reverse()  # the served GPU is not the current one
+    code, out, _ = lowlat("check", "--json")
+    assert (code, json.loads(out)["counts"]["kernel"]) == (0, 2), out
+
+
+def test_a_wrong_kernel_fails_the_check(lowlat, on_gpu):
+    right = on_gpu.compiler
+
+    def compiler(unit):
+        kernel = right(unit)
+
+        def wrong(x, weight, residual, out, stream):
+            kernel(x, weight, residual, out, stream)
+            out[0, 5] = float("nan")
+
+        return wrong
+
+    on_gpu.compiler = compiler
+    code, out, _ = lowlat("check")
+    assert code == 1 and "2 failed" in out and "[0, 5]: got nan" in out
+
+
+def test_a_kernel_that_does_not_compile_fails_the_check(lowlat, on_gpu):
+    on_gpu.compile_error = KeyError("sm_90a")
+    code, out, _ = lowlat("check")
+    assert code == 1 and "2 failed" in out and "explain said skinny, the call fell back: backend unavailable" in out
+
+
+def test_require_gpu_fails_where_no_cell_ran_on_it(lowlat, on_gpu):
+    on_gpu.devices[0] = device_of(SM90, sm_count=78)
+    code, out, _ = lowlat("check", "--require-gpu")
+    assert "device class not measured" in out and code == 1, out
+
+
+def test_check_for_another_generation_than_the_gpu_is_on_paper(lowlat, on_gpu):
+    code, out, _ = lowlat("check", "--arch", SM100)
+    assert code == 0 and "no GPU of generation sm100 here: found H200" in out and on_gpu.calls == []
+    assert lowlat("check", "--arch", SM100, "--require-gpu")[0] == 2
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    path.write_text("former")
+
+    def broken(found):
+        raise TypeError("not JSON")
+
+    monkeypatch.setattr(record, "render", broken)
+    with pytest.raises(TypeError):
+        record.write_record({}, path)
+    assert path.read_text() == "former" and list(tmp_path.iterdir()) == [path]
