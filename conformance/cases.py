@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lowlat_gemm.arch import Arch
 from lowlat_gemm.dispatch import Plan, plan_for
+from lowlat_gemm.kernels import skinny
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.tables import Cell, available_tables, load_table
 
@@ -47,9 +48,20 @@ def kernel_cases(arch: Arch) -> list[Case]:
 
 
 def compile_units(arch: Arch) -> list[CompileUnit]:
-    """Everything that the tables of a generation can have compiled, each once."""
-    units = [case.plan.entry(case.m, case.residual).unit for case in kernel_cases(arch)]
+    """Everything that the tables of a generation and the defaults can have compiled, each once."""
+    units = [case.plan.entry(case.m, case.residual).unit for case in kernel_cases(arch)] + default_units(arch)
     return list(dict.fromkeys(units))
+
+
+def default_units(arch: Arch) -> list[CompileUnit]:
+    """What shapes outside every table compile: skinny's default config, each M with residual, FP16 at some."""
+    n, k = 1536, 7168
+    units = []
+    for m in range(1, skinny.MAX_TOKENS + 1):
+        config = skinny.default_config(arch, n, k, m, residual=True)
+        dtypes = ("bfloat16", "float16") if m in (1, 4, 16) else ("bfloat16",)
+        units += [skinny.compile_unit(arch, n, k, m, config, residual=True, dtype=dtype) for dtype in dtypes]
+    return units
 
 
 def unit_cases(arch: Arch) -> list[Case]:

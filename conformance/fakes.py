@@ -143,6 +143,7 @@ def cuda(device: DeviceProperties | list[DeviceProperties]):
         for module in (arch_module, execute):
             patch.setattr(module, "device_properties", lambda ordinal: fake.devices[ordinal])
         patch.setattr(execute, "COMPILE_CACHE", fake.cache)
+        patch.setattr(execute, "store_in", lambda folder: None)
         patch.setattr(dispatch, "missing_packages", lambda: ())
         clear_caches()
         try:

@@ -57,9 +57,9 @@ class Plan:
     def entry(self, m: int, residual: bool) -> PlanEntry | None:
         return (self.residual_entries if residual else self.entries).get(m)
 
-    def units(self) -> list[CompileUnit]:
-        """Everything that the plan can launch, each once."""
-        entries = [*self.entries.values(), *self.residual_entries.values()]
+    def units(self, *, residual: bool = True) -> list[CompileUnit]:
+        """Everything that the plan can launch, each once; without ``residual``, leaving out that epilogue."""
+        entries = [*self.entries.values(), *(self.residual_entries.values() if residual else ())]
         return list(dict.fromkeys(entry.unit for entry in entries if entry.refusal is None))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,7 +25,7 @@ from .dispatch import (
     plan_for,
 )
 from .kernels.compile_cache import CompileCache, CompileError, CompileUnit, Made
-from .kernels.compiling import make, store_in
+from .kernels.compiling import make, make_all, store_in
 from .operands import Reason, Refusal, check_operands
 from .tables import TableError
 
@@ -41,6 +42,13 @@ def _make(unit: CompileUnit) -> Made:
 
 #: The process's kernels.
 COMPILE_CACHE = CompileCache(_make)
+
+
+def compile_ahead(
+    units: Iterable[CompileUnit], progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[CompileUnit, str]:
+    """Makes ``units`` before anything is served, in several processes where that pays; returns what failed, and why."""
+    return make_all(units, COMPILE_CACHE, store_in(settings_module.current().cache_dir), progress=progress)
 
 
 class CaptureError(RuntimeError):

@@ -13,7 +13,7 @@ from conformance.cases import unit_id
 from conformance.machine_code import read_cubin
 from lowlat_gemm.arch import parse_arch
 from lowlat_gemm.kernels.compiling import compile_now
-from lowlat_gemm.kernels.skinny import REGISTER_BUDGET, registers
+from lowlat_gemm.kernels.skinny import REGISTER_BUDGET, REGISTER_MARGIN, registers
 
 _REGISTERS_PER_SM = 65_536
 
@@ -42,7 +42,9 @@ def test_compiles_without_spills_and_fits(unit, machine_code, arch):
     threads = unit.spec.config.block_size
     assert machine_code.registers * threads <= _REGISTERS_PER_SM, f"{name}: {machine_code.registers} x {threads} threads"
     estimate = registers(unit.spec.config, unit.spec.tokens)
-    assert estimate <= REGISTER_BUDGET, f"{name}: estimated {estimate} registers, budget {REGISTER_BUDGET}"
+    assert machine_code.registers <= estimate + REGISTER_MARGIN <= REGISTER_BUDGET + REGISTER_MARGIN, (
+        f"{name}: {machine_code.registers} registers; the predicate reckons with {estimate} + {REGISTER_MARGIN}"
+    )
 
 
 def test_weights_are_in_flight_before_the_pdl_wait(unit, machine_code):

@@ -60,7 +60,7 @@ REFUSED = {
     "too many threads": (SM90, 64, 65536, 1, with_(block_size=1056), "block_size 1056: expected whole warps, 32 to 1024"),
     "too many outputs": (SM90, 64, 4096, 1, with_(outputs_per_block=65, k_unroll=1, vector_width=2), "outputs_per_block 65"),
     "too many registers": (SM90, 64, 4096, 16, with_(outputs_per_block=8), "registers a thread at M = 16, 208 are there"),
-    "registers of a full SM": (SM90, 64, 65536, 4, with_(block_size=1024), "registers a thread at M = 4, 40 are there"),
+    "registers of a full SM": (SM90, 64, 65536, 4, with_(block_size=1024), "registers a thread at M = 4, 32 are there"),
     "shared memory": (TINY, 64, 4096, 1, GOOD, "needs 32 bytes of shared memory, sm0 has 16"),
 }
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import settings
-from ..dispatch import Plan, entry_refusal, family_names
-from ..execute import call_refusal, compiled_for, context_refusal, device_plan, launch, tensor_refusal
+from ..dispatch import Plan, entry_refusal, family_names, missing_packages_refusal
+from ..execute import call_refusal, compile_ahead, compiled_for, context_refusal, device_plan, launch, tensor_refusal
 from ..operands import Reason, Refusal, check_weight
 
 _LOG = logging.getLogger("lowlat_gemm")
@@ -124,7 +124,7 @@ def enable_low_latency_gemm(
     """
     names = family_names(tables)
     tied = _tied_weights(module)
-    installed, skipped = [], {}
+    installed, skipped, plans = [], {}, []
     for name, submodule in module.named_modules():
         if not isinstance(submodule, torch.nn.Linear):
             continue
@@ -135,10 +135,10 @@ def enable_low_latency_gemm(
             continue
         submodule.__class__ = PlannedLinear
         submodule.lowlat_tables = names
-        for entry in plan.entries.values():
-            if entry.refusal is None:
-                compiled_for(entry)
+        plans.append(plan)
         installed.append(name)
+    if missing_packages_refusal() is None:
+        compile_ahead(unit for plan in plans for unit in plan.units(residual=False))
     report = InstallReport(tuple(installed), skipped)
     _LOG.info("%d linears installed, %d left alone", len(installed), len(skipped))
     _LOG.debug("%s", report)
@@ -166,7 +166,7 @@ def _plan_or_refusal(linear, dtype, names, tied: set[int]) -> Plan | Refusal:
     if refusal is not None:
         return refusal
     plan = device_plan(weight.device.index, *weight.shape, names)
-    if isinstance(plan, Refusal) or plan.units():
+    if isinstance(plan, Refusal) or plan.units(residual=False):
         return plan
     return next(entry.refusal for entry in plan.entries.values())  # nothing of the row can run: leave it alone
 

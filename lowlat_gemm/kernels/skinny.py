@@ -22,6 +22,8 @@ MAX_TOKENS = 16
 #: What a thread may hold without spilling, of 255: the rest is for addresses and temporaries. Checked against the
 #: spills of every config x generation by conformance/crosscompile.
 REGISTER_BUDGET = 208
+#: What ptxas takes besides (addresses, temporaries); at most 27 over all configs of the tables and the defaults.
+REGISTER_MARGIN = 32
 _REGISTERS_PER_SM = 65_536
 _WARP = 32
 
@@ -75,9 +77,9 @@ def registers(config: SkinnyConfig, tokens: int) -> int:
     words = config.vector_width // 2
     accumulators = tokens * config.outputs_per_block
     weights = config.k_unroll * config.outputs_per_block * words
-    activations = tokens * config.vector_width  # one step's x, unpacked to FP32
-    unpacked_weight = config.vector_width
-    return accumulators + weights + activations + unpacked_weight
+    activations = tokens * words  # one step's x, packed
+    unpacked = (config.outputs_per_block + 1) * config.vector_width  # its weights, and one token
+    return accumulators + weights + activations + unpacked
 
 
 def shared_memory_bytes(config: SkinnyConfig, tokens: int) -> int:
@@ -104,7 +106,7 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: SkinnyConfig, *, residua
     if config.outputs_per_block > 64:
         return f"outputs_per_block {config.outputs_per_block}: expected at most 64"
     needed = registers(clamped(config, k), m)
-    limit = min(REGISTER_BUDGET, _REGISTERS_PER_SM // config.block_size - 24)
+    limit = min(REGISTER_BUDGET, _REGISTERS_PER_SM // config.block_size - REGISTER_MARGIN)
     if needed > limit:
         return f"needs about {needed} registers a thread at M = {m}, {limit} are there"
     shared = shared_memory_bytes(config, m)
@@ -118,9 +120,30 @@ def clamped(config: SkinnyConfig, k: int) -> SkinnyConfig:
     return replace(config, k_unroll=min(config.k_unroll, k // config.step))
 
 
-def compile_unit(arch: Arch, n: int, k: int, m: int, config: SkinnyConfig, *, residual: bool = False) -> CompileUnit:
-    """The unit of compilation that serves this config at M tokens.
+def compile_unit(
+    arch: Arch, n: int, k: int, m: int, config: SkinnyConfig, *, residual: bool = False, dtype: str = "bfloat16"
+) -> CompileUnit:
+    """The unit of compilation that serves this config at M tokens of ``dtype`` ("bfloat16" or "float16").
 
     It is the same for every N, and for every K that is static or has a whole chunk. The predicate must have agreed.
     """
-    return CompileUnit(NAME, arch.compile_target, SkinnySpec(clamped(config, k), m, residual=residual))
+    return CompileUnit(NAME, arch.compile_target, SkinnySpec(clamped(config, k), m, dtype, residual))
+
+
+def default_config(arch: Arch, n: int, k: int, m: int, *, residual: bool = False) -> SkinnyConfig | None:
+    """A sound config for a shape that no table has; None where the kernel cannot serve it.
+
+    Not measured: steps that divide K where there are such, as many weights in flight as registers allow, fewer outputs
+    a block as tokens grow. Tables and the tuner beat it; it never spills.
+    """
+    outputs = min(n, 4 if m <= 4 else 3 if m <= 8 else 2)
+    unroll = 4 if m == 1 else 2 if m <= 4 else 1
+    widths = [width for width in (8, 4, 2) if k >= _WARP * width]
+    for divides in (True, False):
+        for width in widths:
+            for block in (224, 128, 96, 64, 32):
+                config = SkinnyConfig(block, outputs, unroll, width)
+                fits = k % config.step == 0 if divides else k >= config.step
+                if fits and why_not(arch, n, k, m, clamped(config, k), residual=residual) is None:
+                    return clamped(config, k)
+    return None

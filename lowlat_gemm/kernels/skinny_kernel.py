@@ -130,16 +130,15 @@ class SkinnyGemm:
     def add_step(self, acc, weights, x_rows, offset):
         """acc[m, o] += x[m] . w[o] over one vector of K a thread."""
         tokens, outputs, width = self.tokens, self.config.outputs_per_block, self.config.vector_width
-        x = []
+        x_words = [device.load_activation_words(row + offset, width // 2) for row in x_rows]
+        w = [device.unpack_words(words, self.dtype) for words in weights]
+        # Tokens outside, one unpacked at a time: at M = 16 all of them unpacked would not fit into registers.
         for m in cutlass.range_constexpr(tokens):
-            words = device.load_activation_words(x_rows[m] + offset, width // 2)
-            x.append(device.unpack_words(words, self.dtype))
-        for o in cutlass.range_constexpr(outputs):
-            w = device.unpack_words(weights[o], self.dtype)
-            for m in cutlass.range_constexpr(tokens):
+            x = device.unpack_words(x_words[m], self.dtype)
+            for o in cutlass.range_constexpr(outputs):
                 total = acc[m * outputs + o]
                 for v in cutlass.range_constexpr(width):
-                    total = total + x[m][v] * w[v]
+                    total = total + x[v] * w[o][v]
                 acc[m * outputs + o] = total
 
 

@@ -1,4 +1,4 @@
-"""``lowlat``: doctor, plan, explain, check.
+"""``lowlat``: doctor, plan, explain, check, bench.
 
 Exit codes: 0 it is as it should be; 1 it is not (what, is in the output); 2 the request could not be carried out.
 """
@@ -151,6 +151,43 @@ def check(
     if idle:
         ERR.print("lowlat: --require-gpu, and no cell ran on a kernel", style="red", highlight=False)
     raise typer.Exit(1 if idle or result["counts"]["failed"] else 0)
+
+
+@app.command()
+def bench(
+    model: ModelOption = "kimi_k3",
+    tp: Annotated[list[int], typer.Option(help="Tensor-parallel sizes; may be given again.")] = [8],
+    shape: Annotated[Optional[list[str]], typer.Option(help="NxK instead of a model's; may be given again.")] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts, such as 1,2,4-8.")] = "1-4,8,16",
+    record: Annotated[Optional[Path], typer.Option(help="Write the JSON record of the run to this file.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Our kernels, cuBLAS and the streaming floor on cold weights. Needs a GPU; exit code 1 for a wrong result."""
+    from lowlat_cli import checking, parsing
+    from lowlat_cli.record import make_bench_record, render, write_record
+
+    gpu, why_no_gpu = _gpu_for(None)
+    if gpu is None:
+        raise CannotRun(why_no_gpu)
+    from lowlat_cli.bench import BenchError, run_bench
+
+    counts = parsing.tokens(tokens)
+    shapes = checking.model_shapes(model, tp) if not shape else [parsing.shape(text) for text in shape]
+    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+    title = "bench " + (", ".join(shape) if shape else f"{model} tp {', '.join(map(str, tp))}")
+    with show.progress(ERR, title, sum(one.elements for one in shapes)) as report:
+        try:
+            cells = run_bench(shapes, counts, gpu, report)
+        except BenchError as error:
+            ERR.print(f"lowlat: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+            raise typer.Exit(1)
+    result = make_bench_record(_command_line(), cells, gpu, started, time.monotonic() - clock)
+    if record is not None:
+        write_record(result, record)
+    if as_json:
+        print(render(result), end="")
+    else:
+        show.bench(OUT, cells, result["geometric_means"], gpu)
 
 
 def _arch_or_default(name: str | None) -> Arch:

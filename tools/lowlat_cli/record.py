@@ -60,6 +60,19 @@ def counts(cells: list[CellResult]) -> dict[str, int]:
 def make_record(command: str, cells: list[CellResult], gpu, started: datetime.datetime, seconds: float) -> dict:
     """The record of a run, as plain JSON values."""
     rows = [asdict(cell) | {"status": cell.status.value, "worst_ulps": _finite(cell.worst_ulps)} for cell in cells]
+    return _head(command, gpu, started, seconds) | {"counts": counts(cells), "cells": rows}
+
+
+def make_bench_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of a benchmark; ``cells``: of ``bench.BenchCell``. Times are in microseconds."""
+    from .bench import geometric_means
+
+    means = {str(m): values for m, values in geometric_means(cells).items()}
+    rows = [cell.to_json() for cell in cells]
+    return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
+
+
+def _head(command: str, gpu, started: datetime.datetime, seconds: float) -> dict:
     return {
         "schema": SCHEMA,
         "command": command,
@@ -68,8 +81,6 @@ def make_record(command: str, cells: list[CellResult], gpu, started: datetime.da
         "commit": environment.commit(),
         "machine": environment.machine(gpu),
         "versions": environment.versions(),
-        "counts": counts(cells),
-        "cells": rows,
     }
 
 
