@@ -13,7 +13,6 @@ WANTED = {
     "hypothesis": "tests",
     "typer": "command line",
     "rich": "command line",
-    "tomlkit": "command line",
     "matplotlib": "plots",
 }
 
