@@ -210,3 +210,11 @@ def test_without_its_own_packages_the_command_says_which(tmp_path, module):
     result = run_python("-m", "lowlat_cli", "plan", folder=tmp_path, hide=(module,))
     assert result.returncode == 2 and result.stdout == "", result
     assert len(result.stderr.splitlines()) == 1 and f"{module} is not installed" in result.stderr
+
+
+def test_doctor_says_where_compiled_kernels_are(lowlat, no_gpu, tmp_path, monkeypatch):
+    (tmp_path / "a.o").write_text("")
+    monkeypatch.setenv("LOWLAT_GEMM_CACHE_DIR", str(tmp_path))
+    assert f"{tmp_path} (1 compiled kernels)" in lowlat("doctor")[1]
+    monkeypatch.setenv("LOWLAT_GEMM_CACHE_DIR", str(tmp_path / "later"))
+    assert json.loads(lowlat("doctor", "--json")[1])["cache"] == f"{tmp_path / 'later'} (made at the first compile)"

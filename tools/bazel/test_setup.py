@@ -28,6 +28,12 @@ make_env = load("tools/bazel/make_env.py")
 count_tests = load(".ci/count_tests.py")
 
 
+def test_no_setting_names_a_repository_variable_without_its_value():
+    """Bazel 4.2.3 crashes on `--repo_env=NAME` where its server was started without NAME."""
+    settings = [line for line in (ROOT / ".bazelrc").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in settings if re.search(r"--repo_env=\w+(\s|$)", line)] == []
+
+
 # --- one list of GPU generations
 
 

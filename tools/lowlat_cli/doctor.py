@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import lowlat_gemm
 from lowlat_gemm import settings
 from lowlat_gemm.kernels.registry import built_backends, missing_packages
+from lowlat_gemm.kernels.store import default_folder
 from lowlat_gemm.tables import TableError, available_tables, load_table
 
 from . import environment
@@ -32,6 +35,7 @@ class Report:
     driver: str | None
     versions: dict[str, str | None]
     settings: settings.Settings
+    cache: str
     tables: list[TableHealth]
     problems: list[str]
     notes: list[str]
@@ -43,6 +47,7 @@ class Report:
             "driver": self.driver,
             "versions": self.versions,
             "settings": asdict(self.settings),
+            "cache": self.cache,
             "tables": [vars(table) for table in self.tables],
             "kernels_can_run": not self.problems,
             "problems": self.problems,
@@ -56,6 +61,18 @@ def _table_health(family: str, arch: str) -> TableHealth:
     except TableError as error:
         return TableHealth(family, arch, 0, 0, str(error))
     return TableHealth(family, arch, len(cells), sum(cell.backend in built_backends() for cell in cells), None)
+
+
+def _cache(folder: str | None) -> str:
+    """Where compiled kernels are kept and how many there are, or that they are not."""
+    path = default_folder() if folder is None else Path(folder)
+    if path is None:
+        return "none: no home folder (set LOWLAT_GEMM_CACHE_DIR)"
+    if not path.is_dir():
+        return f"{path} (made at the first compile)"
+    if not os.access(path, os.W_OK):
+        return f"none: {path} cannot be written (set LOWLAT_GEMM_CACHE_DIR)"
+    return f"{path} ({sum(1 for _ in path.glob('*.o'))} compiled kernels)"
 
 
 def examine() -> Report:
@@ -88,4 +105,5 @@ def examine() -> Report:
         notes.append(f"deny list: {len(chosen.deny)} entries (LOWLAT_GEMM_DENY)")
     if chosen.batch_invariant:
         notes.append("batch-invariant mode: only plans whose bits do not depend on M")
-    return Report(gpus, environment.driver_version(), environment.versions(), chosen, tables, problems, notes)
+    cache = _cache(chosen.cache_dir)
+    return Report(gpus, environment.driver_version(), environment.versions(), chosen, cache, tables, problems, notes)
