@@ -1,7 +1,7 @@
 """The record of a conformance run: each cell that a GPU test judged, in the schema of ``lowlat check``.
 
-Tests hand in their verdict through the fixture ``cell_result``. The record goes to ``--record FILE``, or under Bazel
-to the undeclared outputs of the shard.
+Tests hand in their verdict through the fixture ``cell_result``. The record goes to ``--record FILE``, else into the
+folder LOWLAT_RECORD_DIR, else under Bazel to the undeclared outputs of the shard (which Bazel loses without `zip`).
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     cells = session.config.stash[_CELLS]
     path = session.config.getoption("--record")
-    if path is None and (folder := os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")):
+    folder = os.environ.get("LOWLAT_RECORD_DIR") or os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
+    if path is None and folder:
         index, total = shard_from(dict(os.environ)) or (0, 1)
-        path = Path(folder) / f"record-{index}-of-{total}.json"
+        name = session.config.getoption("--arch") or "any"
+        path = Path(folder) / f"conformance-{name}-{index}-of-{total}.json"
     if path is None or not cells:
         return
     gpus, _ = find_gpus()

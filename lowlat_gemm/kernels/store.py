@@ -7,7 +7,8 @@ finds an old object, and nothing needs to be invalidated.
     <folder>/<key>.json  its SHA-256 and what it is, written after the object; without it the object does not count
     <folder>/<key>.lock  held while the object is made; the kernel drops it when its holder dies
 
-A file that is truncated, foreign or unreadable is a miss. A folder that cannot be written means: no disk cache, one
+A file that is truncated, foreign or unreadable is a miss, so nothing is flushed to the disk and waited for: what a
+power cut takes is compiled again. A folder that cannot be written means: no disk cache, one
 warning, and everything else goes on.
 """
 
@@ -131,7 +132,6 @@ class ObjectStore:
         """Moves the finished object ``produced`` (on this file system) in; None when that could not be done."""
         try:
             note = {"sha256": hashlib.sha256(produced.read_bytes()).hexdigest(), "what": what}
-            _flush(produced)
             os.replace(produced, self.path(key))
             self._write(self._note(key), json.dumps(note))
         except OSError as error:
@@ -179,19 +179,12 @@ class ObjectStore:
         handle, name = tempfile.mkstemp(dir=self.folder)
         with os.fdopen(handle, "w") as stream:
             stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
         os.replace(name, path)
 
     def _give_up(self, error: OSError) -> None:
         if not self._broken:
             self._broken = True
             _LOG.warning("compiled kernels are not kept in %s: %s", self.folder, error)
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def _lock(stream, timeout_s: float) -> bool:
