@@ -25,6 +25,8 @@ class ConfigKeys(NamedTuple):
 CONFIG_KEYS: dict[str, ConfigKeys] = {
     "skinny": ConfigKeys(("block_size", "outputs_per_block", "k_unroll", "vector_width"), ("static_k",)),
     "fused_a": ConfigKeys(),
-    "split_k": ConfigKeys(),
+    "split_k": ConfigKeys(
+        ("rows", "token_columns", "split", "stages"), ("k_blocks", "prefetch", "trigger", "token_stages")
+    ),
     "flashinfer": ConfigKeys(),
 }

@@ -9,6 +9,8 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32, const_expr
 #: L2 cache policy "evict first", as ``createpolicy.fractional.L2::evict_first`` at fraction 1 encodes it. Weights are
 #: read once a step, so they must not push activations out of L2.
 EVICT_FIRST = 0x12F0000000000000
+#: "Evict last": activations, which every row tile reads.
+EVICT_LAST = 0x14F0000000000000
 
 WARP = 32
 
@@ -90,3 +92,23 @@ def sum_over_warp(values: list[Float32], lane: Int32) -> list[tuple[Float32, Int
             halved.append((value + cute.arch.shuffle_sync_bfly(value, offset), index))
         held = halved
     return held
+
+
+def wait_for_cluster_data(barrier, phase) -> None:
+    """Waits for ``phase`` of an mbarrier on which peers' ``st.async`` complete, and makes their data visible.
+
+    ``.acquire.cluster``: the default acquire is of this CTA's scope and orders nothing that another CTA wrote.
+    """
+    cute.arch.inline_ptx(
+        "{\n.reg .pred done;\nWAIT_${:uid}:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1};\n"
+        "@!done bra WAIT_${:uid};\n}",
+        read_only_args=[barrier.toint(), Int32(phase)],
+    )
+
+
+def global_vector(matrix: cute.Tensor, row, column, count: int) -> cute.Tensor:
+    """The 16 bytes of ``matrix`` that begin at [row, column], as a tensor of ``count`` elements."""
+    element = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
+    pointer = cute.make_ptr(matrix.element_type, element.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(count))

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..arch import Arch
 from ..backends import BACKEND_NAMES
-from . import skinny
+from . import skinny, split_k
 from .compile_cache import CompileUnit
 
 
@@ -42,6 +42,14 @@ _BACKENDS = {
         compile_unit=skinny.compile_unit,
         kernel_module="skinny_kernel",
         batch_invariant=False,
+    ),
+    split_k.NAME: Backend(
+        name=split_k.NAME,
+        parse_config=split_k.parse_config,
+        why_not=split_k.why_not,
+        compile_unit=split_k.compile_unit,
+        kernel_module="split_k_sm90_kernel",
+        batch_invariant=False,  # for one split it is; a plan that proves one split for every M will say so
     ),
 }
 

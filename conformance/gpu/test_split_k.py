@@ -1,0 +1,122 @@
+"""``split_k`` beyond the tables: tails everywhere, every split and tile, residual, dtypes; and bits that depend on the
+split alone. Each config is one compiled kernel that serves every M, N and K here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conformance.gpu.late_writer import compiled_late_writer
+from conformance.harness import CanaryOutput, operands, poisoned
+from lowlat_gemm.execute import COMPILE_CACHE, launch
+from lowlat_gemm.kernels.split_k import SplitKConfig, compile_unit, why_not
+from lowlat_gemm.reference import parity
+
+#: Every split, token tile, one and two row warpgroups, both stage sizes, one ring and two.
+CONFIGS = [
+    SplitKConfig(56, 8, 4, 13),
+    SplitKConfig(64, 8, 3, 4),
+    SplitKConfig(8, 8, 1, 2),
+    SplitKConfig(80, 8, 2, 4, k_blocks=2),
+    SplitKConfig(48, 16, 2, 6, k_blocks=2),
+    SplitKConfig(56, 16, 8, 11),
+    SplitKConfig(40, 32, 2, 11),
+    SplitKConfig(128, 32, 5, 4),
+    SplitKConfig(64, 64, 4, 8, token_stages=4),
+    SplitKConfig(96, 64, 1, 8),
+    SplitKConfig(56, 64, 6, 5, token_stages=3, prefetch=1, trigger=0),
+    SplitKConfig(56, 32, 7, 9, prefetch=99, trigger=99),
+]
+#: N that tiles do not divide, 16-byte words do not divide; K with every kind of tail, and shorter than the ring.
+SHAPES = [(1536, 7168), (100, 1032), (17, 1024), (264, 1096), (2304, 1536)]
+TOKENS = (1, 7, 8, 9, 16, 31, 33, 64, 65, 130)
+
+
+def _kernel(arch, n, k, config, **options):
+    problem = why_not(arch, n, k, 1, config, residual=options.get("residual", False))
+    assert problem is None, f"N = {n}, K = {k}, {config}: {problem}"
+    return COMPILE_CACHE.get(compile_unit(arch, n, k, 1, config, **options))
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: ".".join(map(str, vars(config).values())))
+def test_parity_over_shapes_and_tokens(arch, config, residual):
+    for n, k in SHAPES:
+        compiled = _kernel(arch, n, k, config, residual=residual)
+        for kind in ("random", "integer"):
+            data = operands(n, k, kind, tokens=max(TOKENS))
+            for m in TOKENS:
+                where = f"{kind} M = {m}, N = {n}, K = {k}, {config}"
+                # Odd pitch: element stores; a multiple of 8: 16-byte stores, where N allows them.
+                out = CanaryOutput(m, n, torch.bfloat16, "cuda", pitch=-(-n // 8) * 8 + (m % 2))
+                added = poisoned(data.residual[:m], -(-n // 8) * 8 + 8) if residual else None
+                launch(compiled, poisoned(data.x[:m], k + 8), poisoned(data.weight, k + 16), added, out.y)
+                assert out.problem() is None, f"{where}: {out.problem()}"
+                report = parity(out.y, data.reference(m, residual))
+                assert report.ok, f"{where}: {report}"
+                if kind == "integer":
+                    want = data.reference(m, residual).value.bfloat16()
+                    assert torch.equal(out.y, want), f"{where}: {int((out.y != want).sum())} elements differ"
+
+
+@pytest.mark.parametrize("dtype, output_dtype", [("float16", "float16"), ("bfloat16", "float32"), ("float16", "float32")])
+def test_other_dtypes(arch, dtype, output_dtype):
+    for config in (CONFIGS[0], CONFIGS[8], CONFIGS[3]):
+        for residual in (False, True):
+            n, k = 1536, 7168
+            options = {"residual": residual, "dtype": dtype, "output_dtype": output_dtype}
+            compiled = _kernel(arch, n, k, config, **options)
+            data = operands(n, k, "random", tokens=64, dtype=getattr(torch, dtype))
+            for m in (1, 8, 64):
+                y = torch.full((m, n), float("nan"), dtype=getattr(torch, output_dtype), device="cuda")
+                added = data.residual[:m].to(y.dtype) if residual else None
+                launch(compiled, data.x[:m], data.weight, added, y)
+                report = parity(y, data.reference(m, residual))
+                assert report.ok, f"{dtype} to {output_dtype}, M = {m}, {config}: {report}"
+
+
+@pytest.mark.parametrize("split", [1, 2, 3, 4, 8])
+def test_bits_depend_on_the_split_alone(arch, split):
+    """One token among 300 others, at any M and position, in any tile: the same bits."""
+    n, k = 1544, 7176
+    data = operands(n, k, "random", tokens=300)
+    variants = [
+        SplitKConfig(64, 8, split, 4),
+        SplitKConfig(56, 16, split, 5, k_blocks=2),
+        SplitKConfig(80, 32, split, 4),
+        SplitKConfig(48, 64, split, 6, token_stages=3),
+    ]
+    wanted = None
+    for config in variants:
+        compiled = _kernel(arch, n, k, config)
+        for m in (300, 128, 65, *range(64, 0, -7), 1):
+            y = launch(compiled, data.x[:m], data.weight)
+            wanted = y if wanted is None else wanted
+            assert torch.equal(y, wanted[:m]), f"M = {m}, {config}: {int((y != wanted[:m]).sum())} elements differ"
+        for position in (0, 13, 63, 64, 299):
+            y = launch(compiled, data.x[position : position + 1], data.weight)
+            assert torch.equal(y[0], wanted[position]), f"token {position} alone, {config}"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: ".".join(map(str, vars(config).values())))
+def test_back_to_back_launches_with_late_inputs(arch, config):
+    """x by a kernel that triggers early and writes late, then 500 launches in a row: reruns are bit-equal."""
+    n, k, m = 2304, 1536, min(config.token_columns, 16)
+    compiled = _kernel(arch, n, k, config)
+    data = operands(n, k, "random", tokens=32)
+    expected = [launch(compiled, data.x[i : i + m], data.weight) for i in (0, 16)]
+    sources = [data.x[i : i + m].contiguous().view(torch.int32).flatten() for i in (0, 16)]
+    writer = compiled_late_writer(arch.compile_target)
+    x = torch.full((m, k), float("nan"), dtype=torch.bfloat16, device="cuda")
+    y = torch.empty_like(expected[0])
+    stream = torch.cuda.current_stream().cuda_stream
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(100):
+        writer(sources[i % 2], x.view(torch.int32).flatten(), 10_000, stream)
+        launch(compiled, x, data.weight, None, y)
+        different += (y != expected[i % 2]).sum()
+    for i in range(500):
+        launch(compiled, data.x[16 * (i % 2) : 16 * (i % 2) + m], data.weight, None, y)
+        if i % 50 > 47:
+            different += (y != expected[i % 2]).sum()
+    assert int(different) == 0, f"{config}: {int(different)} elements differ"

@@ -1,0 +1,185 @@
+"""``split_k``: a tensor-core GEMM that streams the weight through TMA, with K split over a thread-block cluster.
+
+A cluster of ``split`` CTAs owns a tile of weight rows and token columns; each rank multiplies one slice of K:
+
+    weight tile  [rows, K slice]     producer warp, TMA, evict-first, started before the PDL wait
+    token tile   [token_columns, K slice]  second producer warp, after the PDL wait
+    products     wgmma, one warpgroup for 64 rows, FP32
+
+Then each rank sends its partial sums to the rank that owns the token columns (st.async into its shared memory), which
+adds them in rank order, adds the residual, rounds once and stores. K slices are cut in units of 128, the tail included,
+by the split alone. So a token's bits depend on the split and on nothing else: not on M, its position, or the tile.
+
+Why each parameter is there (measured by a spike on an H200, 2026-11-30, not yet by this project's own records):
+``prefetch`` and ``trigger`` keep the next kernel's weight loads from competing with this one's last; up to about
+115,000 bytes of shared memory a CTA let two kernels share an SM; a token ring of its own pays at 64 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from ..arch import SM90, Arch
+from .compile_cache import CompileUnit
+
+NAME = "split_k"
+#: K slices are cut in this unit, whatever the stage: it decides the order of additions, so it is fixed.
+K_UNIT = 128
+#: K of one block of a stage: the 128-byte swizzle of 16-bit elements.
+K_BLOCK = 64
+#: Rows that one warpgroup multiplies.
+WARPGROUP_ROWS = 64
+TOKEN_COLUMNS = (8, 16, 32, 64)
+MAX_SPLIT = 8
+_OPTIONAL = ("k_blocks", "prefetch", "trigger", "token_stages")
+
+
+@dataclass(frozen=True)
+class SplitKConfig:
+    """The public tactic (rows, token_columns, split, stages), and what Hopper adds to it.
+
+    ``rows``: weight rows of a tile, a multiple of 8. ``token_columns``: tokens of a tile. ``split``: ranks over K.
+    ``stages``: depth of the weight ring. ``k_blocks``: blocks of 64 K in a stage. ``prefetch``: weight stages requested
+    before the previous kernel has finished; 0 stands for about two thirds of the ring. ``trigger``: weight loads that
+    are still to be requested when the next kernel is let go. ``token_stages``: depth of the token ring; 0: the tokens
+    share the weight's stages.
+    """
+
+    rows: int
+    token_columns: int
+    split: int
+    stages: int
+    k_blocks: int = 1
+    prefetch: int = 0
+    trigger: int = 6
+    token_stages: int = 0
+
+    @property
+    def warpgroups(self) -> int:
+        return -(-self.rows // WARPGROUP_ROWS)
+
+    @property
+    def stage_k(self) -> int:
+        """Elements of K in a stage."""
+        return K_BLOCK * self.k_blocks
+
+    @property
+    def token_ring(self) -> int:
+        """Stages of the token tiles."""
+        return self.token_stages or self.stages
+
+    @property
+    def shared_ring(self) -> bool:
+        """Whether weight and tokens of a stage arrive on one barrier."""
+        return self.token_stages == 0
+
+    @property
+    def early_stages(self) -> int:
+        """Weight stages that are requested before the PDL wait is over."""
+        return self.prefetch or -(-2 * self.stages // 3)
+
+    @property
+    def groups_per_rank(self) -> int:
+        """Groups of 8 tokens that one rank owns, at most."""
+        return -(-self.token_columns // 8 // self.split)
+
+
+@dataclass(frozen=True)
+class SplitKSpec:
+    """What the compiled code depends on: no M, N, K, stride or pointer."""
+
+    config: SplitKConfig
+    input_dtype: str = "bfloat16"
+    output_dtype: str = "bfloat16"
+    residual: bool = False
+
+
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def parse_config(values: Mapping[str, int]) -> SplitKConfig:
+    """A config from a table's mapping. Raises ValueError naming missing, unknown or wrong entries."""
+    known = {field.name for field in fields(SplitKConfig)}
+    unknown, missing = set(values) - known, known - set(_OPTIONAL) - set(values)
+    if unknown or missing:
+        raise ValueError(f"split_k config {dict(values)}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    least = {key: 0 if key in _OPTIONAL else 1 for key in values}
+    bad = {key: value for key, value in values.items() if type(value) is not int or value < least[key]}
+    if bad:
+        raise ValueError(f"split_k config {dict(values)}: expected integers, positive where required, found {bad}")
+    return SplitKConfig(**values)
+
+
+def landing_words(config: SplitKConfig) -> int:
+    """32-bit words where the other ranks' partial sums land; at least what a 64-row view of the last stage overhangs."""
+    landing = (config.split - 1) * config.groups_per_rank * config.warpgroups * 512
+    overhang = (config.warpgroups * WARPGROUP_ROWS - config.rows) * 32
+    return max(landing, overhang, 4)
+
+
+def staging_pitch(config: SplitKConfig, element_bytes: int) -> int:
+    """Elements between token rows of the staged output: an odd number of 16-byte words, so that banks do not clash."""
+    vector = 16 // element_bytes
+    return (-(-min(config.rows, WARPGROUP_ROWS) // vector) | 1) * vector
+
+
+def shared_memory_bytes(config: SplitKConfig, output_dtype: str = "bfloat16", *, residual: bool = False) -> int:
+    """Bytes of shared memory of a CTA: both rings, landing zone, staged output, barriers, alignment."""
+    weights = config.stages * config.rows * config.stage_k * 2
+    tokens = config.token_ring * config.token_columns * config.stage_k * 2
+    staged_bytes = 4 if residual else _BYTES[output_dtype]
+    staged = config.warpgroups * config.groups_per_rank * 8 * staging_pitch(config, staged_bytes) * staged_bytes
+    # The rings begin on the 1024 bytes that the swizzle repeats in.
+    return _round_up(8 * barriers(config)) + _round_up(weights) + tokens + 4 * landing_words(config) + staged
+
+
+def barriers(config: SplitKConfig) -> int:
+    """mbarriers of a CTA: two a stage of each ring, one for partial sums, one for the previous kernel."""
+    return 2 * config.stages + (0 if config.shared_ring else 2 * config.token_ring) + 2
+
+
+def _round_up(size: int, unit: int = 1024) -> int:
+    return -(-size // unit) * unit
+
+
+def why_not(arch: Arch, n: int, k: int, m: int, config: SplitKConfig, *, residual: bool = False) -> str | None:
+    """The one predicate: why this backend cannot serve (arch, N, K, M, config), or None when it can."""
+    if arch != SM90:
+        return f"split_k is not built for {arch} yet"
+    if m < 1 or n < 1 or k < 1:
+        return f"M = {m}, N = {n}, K = {k}: expected positive extents"
+    if k % 8:
+        return f"K = {k}: expected a multiple of 8, the 16-byte pitch of a tensor map"
+    if config.rows % 8 or not 8 <= config.rows <= 2 * WARPGROUP_ROWS:
+        return f"rows {config.rows}: expected a multiple of 8, at most {2 * WARPGROUP_ROWS}"
+    if config.token_columns not in TOKEN_COLUMNS:
+        return f"token_columns {config.token_columns}: expected one of {TOKEN_COLUMNS}"
+    if not 1 <= config.split <= MAX_SPLIT:
+        return f"split {config.split}: expected 1 to {MAX_SPLIT}, the ranks of a portable cluster"
+    if config.split > -(-k // K_UNIT):
+        return f"split {config.split}: K = {k} has only {-(-k // K_UNIT)} units of {K_UNIT}"
+    if config.k_blocks not in (1, 2):
+        return f"k_blocks {config.k_blocks}: expected 1 or 2, so that slices end on stages"
+    if not 2 <= config.stages <= 32 or config.token_stages not in (0, *range(2, 33)):
+        return f"stages {config.stages}, token_stages {config.token_stages}: expected 2 to 32 (0: one ring)"
+    shared = max(shared_memory_bytes(config, dtype, residual=residual) for dtype in ("bfloat16", "float32"))
+    if shared > arch.shared_memory_bytes:
+        return f"needs {shared} bytes of shared memory, {arch} has {arch.shared_memory_bytes}"
+    return None
+
+
+def compile_unit(
+    arch: Arch,
+    n: int,
+    k: int,
+    m: int,
+    config: SplitKConfig,
+    *,
+    residual: bool = False,
+    dtype: str = "bfloat16",
+    output_dtype: str | None = None,
+) -> CompileUnit:
+    """The unit of compilation that serves this config, for every M, N and K. The predicate must have agreed."""
+    explicit = replace(config, prefetch=config.early_stages)
+    return CompileUnit(NAME, arch.compile_target, SplitKSpec(explicit, dtype, output_dtype or dtype, residual))
