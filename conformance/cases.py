@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from lowlat_gemm.arch import Arch
 from lowlat_gemm.dispatch import Plan, plan_for
-from lowlat_gemm.kernels import skinny
+from lowlat_gemm.kernels import skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
+from lowlat_gemm.kernels.split_k import SplitKConfig
 from lowlat_gemm.tables import Cell, available_tables, load_table
+
+
+#: Configs of split_k for what no table reaches: every split and token tile, one and two row warpgroups, both stage
+#: sizes, one ring and two, and prefetch and trigger beyond the ends.
+SPLIT_K_CONFIGS = [
+    SplitKConfig(56, 8, 4, 13),
+    SplitKConfig(64, 8, 3, 4),
+    SplitKConfig(8, 8, 1, 2),
+    SplitKConfig(80, 8, 2, 4, k_blocks=2),
+    SplitKConfig(48, 16, 2, 6, k_blocks=2),
+    SplitKConfig(56, 16, 8, 11),
+    SplitKConfig(40, 32, 2, 11),
+    SplitKConfig(128, 32, 5, 4),
+    SplitKConfig(64, 64, 4, 8, token_stages=4),
+    SplitKConfig(96, 64, 1, 8),
+    SplitKConfig(56, 64, 6, 5, token_stages=3, prefetch=1, trigger=0),
+    SplitKConfig(56, 32, 7, 9, prefetch=99, trigger=99),
+]
+
+#: Shapes outside every table, the last two smaller than a chunk of most configs.
+DEFAULT_SHAPES = [(1536, 7168), (100, 1032), (7, 264)]
 
 
 @dataclass(frozen=True)
@@ -48,20 +71,26 @@ def kernel_cases(arch: Arch) -> list[Case]:
 
 
 def compile_units(arch: Arch) -> list[CompileUnit]:
-    """Everything that the tables of a generation and the defaults can have compiled, each once."""
-    units = [case.plan.entry(case.m, case.residual).unit for case in kernel_cases(arch)] + default_units(arch)
+    """Everything that the tables of a generation can have compiled, and the defaults of one shape; each once."""
+    units = [case.plan.entry(case.m, case.residual).unit for case in kernel_cases(arch)]
+    return list(dict.fromkeys(units + default_units(arch, DEFAULT_SHAPES[:1], (1, 4, 16))))
+
+
+def default_units(arch: Arch, shapes: Sequence[tuple[int, int]], fp16_tokens: Container[int]) -> list[CompileUnit]:
+    """skinny's default configs for ``shapes``: each M with residual, in BF16, and in FP16 at ``fp16_tokens``."""
+    units = []
+    for n, k in shapes:
+        for m in range(1, skinny.MAX_TOKENS + 1):
+            config = skinny.default_config(arch, n, k, m, residual=True)
+            for dtype in ("bfloat16", "float16") if m in fp16_tokens else ("bfloat16",):
+                units.append(skinny.compile_unit(arch, n, k, m, config, residual=True, dtype=dtype))
     return list(dict.fromkeys(units))
 
 
-def default_units(arch: Arch) -> list[CompileUnit]:
-    """What shapes outside every table compile: skinny's default config, each M with residual, FP16 at some."""
-    n, k = 1536, 7168
-    units = []
-    for m in range(1, skinny.MAX_TOKENS + 1):
-        config = skinny.default_config(arch, n, k, m, residual=True)
-        dtypes = ("bfloat16", "float16") if m in (1, 4, 16) else ("bfloat16",)
-        units += [skinny.compile_unit(arch, n, k, m, config, residual=True, dtype=dtype) for dtype in dtypes]
-    return units
+def split_k_units(arch: Arch) -> list[CompileUnit]:
+    """``SPLIT_K_CONFIGS`` with and without residual; none where split_k is not built."""
+    configs = [one for one in SPLIT_K_CONFIGS if split_k.why_not(arch, 1536, 7168, 1, one) is None]
+    return [split_k.compile_unit(arch, 1536, 7168, 1, one, residual=added) for one in configs for added in (False, True)]
 
 
 def unit_cases(arch: Arch) -> list[Case]:

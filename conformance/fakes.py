@@ -229,7 +229,10 @@ importlib.machinery.PathFinder.find_spec = lambda name, *rest: None if name.spli
 
 
 def run_python(*arguments, folder: Path, hide: tuple[str, ...] = (), path: tuple = (), cwd=None, environ=None):
-    """A fresh Python that sees the project (after ``path``) but none of the ``hide`` modules; ``folder`` is scratch."""
+    """A fresh Python that sees the project (after ``path``), no GPU and none of the ``hide`` modules.
+
+    ``folder`` is scratch.
+    """
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -241,6 +244,6 @@ def run_python(*arguments, folder: Path, hide: tuple[str, ...] = (), path: tuple
         (folder / "hide" / "sitecustomize.py").write_text(_HIDE)
         search.insert(0, folder / "hide")
         environment["LOWLAT_TEST_HIDDEN"] = ",".join(hide)
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, search)), "COLUMNS": "200", **(environ or {})}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(map(str, search)), "COLUMNS": "200", **(environ or {})}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd or folder, env=environment, timeout=300)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.gpu.test_split_k import CONFIGS
+from conformance.cases import SPLIT_K_CONFIGS as CONFIGS
 from conformance.machine_code import read_cubin
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels.compiling import compile_now

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from conformance import cases
 from conformance.cases import Case
-from lowlat_gemm.execute import compiled_for, launch
+from lowlat_gemm.arch import Arch
+from lowlat_gemm.execute import compile_ahead, compiled_for, launch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def everything_compiled(arch: Arch) -> None:
+    """Compiles in many processes what the tests would compile one by one."""
+    defaults = cases.default_units(arch, cases.DEFAULT_SHAPES, range(17))
+    problems = compile_ahead([*cases.compile_units(arch), *defaults, *cases.split_k_units(arch)])
+    assert not problems, problems
 
 
 class Kernel:

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
+from conformance.cases import DEFAULT_SHAPES, kernel_cases
 from conformance.harness import CanaryOutput, operands, poisoned
 from lowlat_gemm.execute import COMPILE_CACHE, launch
 from lowlat_gemm.kernels import skinny
 from lowlat_gemm.reference import parity
 
-SHAPES = [(1536, 7168), (100, 1032), (7, 264)]
 
 
 def _kernel(arch, n, k, m, config, **options):
@@ -33,7 +33,7 @@ def _judge(compiled, data, m, n, k, residual, where):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", DEFAULT_SHAPES, ids=str)
 def test_default_configs_for_every_m_with_residual(arch, shape, dtype):
     n, k = shape
     data = operands(n, k, "random", dtype=getattr(torch, dtype))
@@ -90,8 +90,6 @@ print("compiles", execute.COMPILE_CACHE.compiles, "loads", execute.COMPILE_CACHE
 
 def test_first_launch_in_a_capture_and_the_cache_of_another_process(arch, tmp_path, monkeypatch):
     """A fresh process compiles, then launches for the first time inside a capture; the next one loads from disk."""
-    from conformance.cases import kernel_cases
-
     case = next(case for case in kernel_cases(arch) if not case.residual)
     code = _FIRST_LAUNCH.format(arch=arch.name, n=case.n, k=case.k, m=case.m)
     monkeypatch.setenv("LOWLAT_GEMM_CACHE_DIR", str(tmp_path))

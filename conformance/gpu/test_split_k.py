@@ -6,27 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from conformance.cases import SPLIT_K_CONFIGS as CONFIGS
 from conformance.gpu.late_writer import compiled_late_writer
 from conformance.harness import CanaryOutput, operands, poisoned
 from lowlat_gemm.execute import COMPILE_CACHE, launch
 from lowlat_gemm.kernels.split_k import SplitKConfig, compile_unit, why_not
 from lowlat_gemm.reference import parity
 
-#: Every split, token tile, one and two row warpgroups, both stage sizes, one ring and two.
-CONFIGS = [
-    SplitKConfig(56, 8, 4, 13),
-    SplitKConfig(64, 8, 3, 4),
-    SplitKConfig(8, 8, 1, 2),
-    SplitKConfig(80, 8, 2, 4, k_blocks=2),
-    SplitKConfig(48, 16, 2, 6, k_blocks=2),
-    SplitKConfig(56, 16, 8, 11),
-    SplitKConfig(40, 32, 2, 11),
-    SplitKConfig(128, 32, 5, 4),
-    SplitKConfig(64, 64, 4, 8, token_stages=4),
-    SplitKConfig(96, 64, 1, 8),
-    SplitKConfig(56, 64, 6, 5, token_stages=3, prefetch=1, trigger=0),
-    SplitKConfig(56, 32, 7, 9, prefetch=99, trigger=99),
-]
 #: N that tiles do not divide, 16-byte words do not divide; K with every kind of tail, and shorter than the ring.
 SHAPES = [(1536, 7168), (100, 1032), (17, 1024), (264, 1096), (2304, 1536)]
 TOKENS = (1, 7, 8, 9, 16, 31, 33, 64, 65, 130)

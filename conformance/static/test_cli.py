@@ -215,6 +215,6 @@ def test_without_its_own_packages_the_command_says_which(tmp_path, module):
 def test_doctor_says_where_compiled_kernels_are(lowlat, no_gpu, tmp_path, monkeypatch):
     (tmp_path / "a.o").write_text("")
     monkeypatch.setenv("LOWLAT_GEMM_CACHE_DIR", str(tmp_path))
-    assert f"{tmp_path} (1 compiled kernels)" in lowlat("doctor")[1]
+    assert json.loads(lowlat("doctor", "--json")[1])["cache"] == f"{tmp_path} (1 compiled kernels)"
     monkeypatch.setenv("LOWLAT_GEMM_CACHE_DIR", str(tmp_path / "later"))
     assert json.loads(lowlat("doctor", "--json")[1])["cache"] == f"{tmp_path / 'later'} (made at the first compile)"

@@ -139,3 +139,11 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(TypeError):
         record.write_record({}, path)
     assert path.read_text() == "former" and list(tmp_path.iterdir()) == [path]
+
+
+def test_check_on_a_gpu_without_the_kernel_packages_says_what_to_install(lowlat, on_gpu, monkeypatch):
+    from lowlat_cli import __main__ as cli
+
+    monkeypatch.setattr(cli, "missing_packages", lambda: ("nvidia-cutlass-dsl",))
+    code, out, err = lowlat("check")
+    assert code == 2 and err.splitlines() == ["lowlat: kernels cannot be compiled here: not installed: nvidia-cutlass-dsl"]

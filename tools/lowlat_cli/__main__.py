@@ -24,6 +24,7 @@ except ImportError as error:
 from lowlat_cli import show
 from lowlat_gemm.arch import ARCHES, Arch, parse_arch
 from lowlat_gemm.dispatch import explain as explain_decision
+from lowlat_gemm.kernels.registry import missing_packages
 from lowlat_gemm.tables import load_table
 
 app = typer.Typer(
@@ -131,6 +132,8 @@ def check(
         raise CannotRun(why_no_gpu)
     if importlib.util.find_spec("torch") is None:
         raise CannotRun("torch is not installed: cells can be planned and explained, not checked")
+    if gpu is not None and missing_packages():
+        raise CannotRun(f"kernels cannot be compiled here: not installed: {', '.join(missing_packages())}")
     arches = (gpu.arch,) if gpu is not None else ARCHES if wanted is None else (wanted,)
     for one in arches:
         load_table(model, one)  # a missing or broken table is said before anything long begins
