@@ -6,11 +6,11 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from lowlat_gemm.arch import Arch
-from lowlat_gemm.dispatch import Plan, plan_for
+from lowlat_gemm.dispatch import Plan, PlanEntry, plan_for
 from lowlat_gemm.kernels import skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.split_k import SplitKConfig
-from lowlat_gemm.tables import Cell, available_tables, load_table
+from lowlat_gemm.tables import Cell, Provenance, available_tables, load_table
 
 
 #: Configs of split_k for what no table reaches: every split and token tile, one and two row warpgroups, both stage
@@ -45,6 +45,8 @@ class Case:
     m: int
     residual: bool
     cell: Cell
+    #: Set for a case that no table has: what would run if one named this config.
+    standing: PlanEntry | None = None
 
     def __str__(self) -> str:
         residual = "-residual" if self.residual else ""
@@ -53,6 +55,10 @@ class Case:
     @property
     def plan(self) -> Plan:
         return plan_for(self.arch, self.n, self.k, (self.family,))
+
+    @property
+    def entry(self) -> PlanEntry:
+        return self.standing or self.plan.entry(self.m, self.residual)
 
 
 def table_cases(arch: Arch) -> list[Case]:
@@ -67,12 +73,12 @@ def table_cases(arch: Arch) -> list[Case]:
 
 def kernel_cases(arch: Arch) -> list[Case]:
     """The cells that this build has a kernel for."""
-    return [case for case in table_cases(arch) if case.plan.entry(case.m, case.residual).unit is not None]
+    return [case for case in table_cases(arch) if case.entry.unit is not None]
 
 
 def compile_units(arch: Arch) -> list[CompileUnit]:
     """Everything that the tables of a generation can have compiled, and the defaults of one shape; each once."""
-    units = [case.plan.entry(case.m, case.residual).unit for case in kernel_cases(arch)]
+    units = [case.entry.unit for case in kernel_cases(arch)]
     return list(dict.fromkeys(units + default_units(arch, DEFAULT_SHAPES[:1], (1, 4, 16))))
 
 
@@ -97,8 +103,25 @@ def unit_cases(arch: Arch) -> list[Case]:
     """One case a compile unit, the first: for what depends on the code and not on the shape."""
     by_unit: dict[CompileUnit, Case] = {}
     for case in kernel_cases(arch):
-        by_unit.setdefault(case.plan.entry(case.m, case.residual).unit, case)
+        by_unit.setdefault(case.entry.unit, case)
     return list(by_unit.values())
+
+
+#: (N, K, M, residual) of what the tables may lack: the residual epilogue, and many tokens.
+STANDING = [(1536, 7168, 1, True), (1536, 7168, 2, True), (2304, 1536, 9, True), (2304, 1536, 16, False), (100, 1032, 5, True)]
+
+
+def standing_cases(arch: Arch) -> list[Case]:
+    """Cases with skinny's default configs, which no table brings: they run past the tables, through the same code."""
+    found = []
+    for n, k, m, residual in STANDING:
+        config = skinny.default_config(arch, n, k, m, residual=residual)
+        unit = skinny.compile_unit(arch, n, k, m, config, residual=residual)
+        values = {name: value for name, value in vars(config).items() if value is not None}
+        cell = Cell(skinny.NAME, values, Provenance("public", source="none: a standing case"))
+        entry = PlanEntry(m, residual, cell, config, unit)
+        found.append(Case("standing", arch, n, k, m, residual, cell, entry))
+    return found
 
 
 def unit_id(unit: CompileUnit) -> str:

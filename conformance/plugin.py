@@ -78,7 +78,11 @@ def claimed_arch(config: pytest.Config) -> Arch | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU of --arch (all tests in conformance/gpu)")
-    config.addinivalue_line("markers", "one_case_per_unit: `case` is one cell for each compiled kernel, not every cell")
+    config.addinivalue_line(
+        "markers",
+        "one_case_per_unit(**fields): `case` is one cell for each compiled kernel and the standing cases, not every cell;"
+        " with fields (m=1, residual=True) those alone",
+    )
     # cuobjdump and nvdisasm come as Python packages.
     for folder in map(Path, sys.path):
         if (tools := folder / "nvidia" / "cu13" / "bin").is_dir():
@@ -93,7 +97,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"arch: {config.getoption('--arch') or 'none given'}, python: {sys.executable}"
+    from conformance.seed import SEED
+
+    return f"arch: {config.getoption('--arch') or 'none given'}, LOWLAT_TEST_SEED={SEED}, python: {sys.executable}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -113,7 +119,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _refuse_skip(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
     arch = claimed_arch(config)
-    if arch and report.skipped and not hasattr(report, "wasxfail"):
+    if arch and report.skipped:  # an expected failure is reported as a skip too: neither proves anything
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"skipped on a runner that claims {arch.name}: {reason}"
@@ -143,15 +149,21 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``case``: each cell of --arch that has a kernel; or, for a test marked ``one_case_per_unit``, one a unit.
+    """``case``: each cell of --arch that has a kernel; for a test marked ``one_case_per_unit``, one a unit.
 
     ``table_case``: each cell; ``unit``: each compile unit.
     """
     from conformance import cases
 
-    per_unit = any(mark.name == "one_case_per_unit" for mark in metafunc.definition.iter_markers())
+    marks = [mark for mark in metafunc.definition.iter_markers() if mark.name == "one_case_per_unit"]
+    wanted = marks[0].kwargs if marks else {}
+
+    def per_unit(arch: Arch) -> list[cases.Case]:
+        found = cases.unit_cases(arch) + cases.standing_cases(arch)
+        return [case for case in found if all(getattr(case, name) == value for name, value in wanted.items())]
+
     sources = {
-        "case": cases.unit_cases if per_unit else cases.kernel_cases,
+        "case": per_unit if marks else cases.kernel_cases,
         "table_case": cases.table_cases,
         "unit": cases.compile_units,
     }

@@ -66,6 +66,9 @@ class DeviceProperties:
     sm_count: int
     bandwidth_gbs: float | None
 
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
 
 @dataclass(frozen=True)
 class DeviceClass:

@@ -221,6 +221,11 @@ def disabled_refusal() -> Refusal | None:
     return Refusal(Reason.DISABLED, settings.problem or "LOWLAT_GEMM_DISABLE is set")
 
 
+def shape_refusal(arch: Arch, n: int, k: int) -> Refusal:
+    """The refusal of a shape that no table of ``arch`` has."""
+    return Refusal(Reason.SHAPE, f"{n}x{k} is in no table for {arch}")
+
+
 def device_refusal(plan: Plan, device: DeviceProperties) -> Refusal | None:
     """Why a plan's table is not for this device, or None."""
     if settings_module.current().any_device:
@@ -271,11 +276,10 @@ def explain(
     )
     device = _current_device() if arch is None else None
     if found is None:
-        unlisted = Refusal(Reason.CAPABILITY, "" if device is None else f"{device.name} is {device.capability}")
-        return decision(disabled_refusal() or unlisted)
+        return decision(disabled_refusal() or Refusal(Reason.CAPABILITY, str(device or "")))
     plan = plan_for(found, n, k, family_names(names))
     if plan is None:
-        return decision(disabled_refusal() or Refusal(Reason.SHAPE, f"{n}x{k} is in no table for {found}"))
+        return decision(disabled_refusal() or shape_refusal(found, n, k))
     entry = plan.entry(num_tokens, has_residual)
     refusal = (
         disabled_refusal()

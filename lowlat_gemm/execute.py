@@ -1,7 +1,7 @@
 """Running a decision: the checks that depend on one call's tensors, the compile, the launch. Needs torch.
 
-A call costs one dict lookup and one launch once its plan is bound; whatever is not servable comes back as a
-``Refusal`` and the caller runs its own GEMM.
+The plan of a shape is made once; a call then checks its own tensors, looks the token count up and launches. Whatever
+is not servable comes back as a ``Refusal`` and the caller runs its own GEMM.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .dispatch import (
     entry_refusal,
     missing_packages_refusal,
     plan_for,
+    shape_refusal,
 )
 from .kernels.compile_cache import CompileCache, CompileError, CompileUnit, Made
 from .kernels.compiling import make, make_all, store_in
@@ -55,8 +56,11 @@ class CaptureError(RuntimeError):
     """In strict mode: a launch would have to compile while a CUDA graph is captured."""
 
 
-def compiled_for(entry: PlanEntry):
-    """The compiled kernel of a plan entry, or the Refusal that it cannot be had now. Raises CaptureError if strict."""
+def compiled_for(entry: PlanEntry, ordinal: int):
+    """The compiled kernel of a plan entry for a launch on CUDA device ``ordinal``, or the Refusal that it cannot be had.
+
+    Raises CaptureError if strict.
+    """
     compiled = COMPILE_CACHE.peek(entry.unit)
     if compiled is not None:
         return compiled
@@ -66,7 +70,9 @@ def compiled_for(entry: PlanEntry):
     failed = COMPILE_CACHE.failed(entry.unit)
     if failed is not None:
         return Refusal(Reason.BACKEND_UNAVAILABLE, failed.splitlines()[0])
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.device(ordinal):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         detail = f"{entry.unit.kernel} at M = {entry.m} was not compiled before"
         if settings_module.current().strict:
             raise CaptureError(f"{detail} graph capture began: run it once, or warm it up, before capturing")
@@ -100,14 +106,14 @@ def _device_plan(ordinal: int, n: int, k: int, names: tuple[str, ...] | None, se
     device = device_properties(ordinal)
     arch = arch_of_capability(device.capability)
     if arch is None:
-        return Refusal(Reason.CAPABILITY, f"{device.name} is {device.capability[0]}.{device.capability[1]}")
+        return Refusal(Reason.CAPABILITY, str(device))
     try:
         plan = plan_for(arch, n, k, names)
     except TableError as error:  # a damaged installation must not take a server down
         _LOG.error("%s; shapes that it may have fall back", error)
         return Refusal(Reason.TABLE, str(error))
     if plan is None:
-        return Refusal(Reason.SHAPE, f"{n}x{k} is in no table for {arch}")
+        return shape_refusal(arch, n, k)
     return device_refusal(plan, device) or plan
 
 
@@ -140,16 +146,8 @@ def tensor_refusal(tensor) -> Refusal | None:
     return None
 
 
-def call_refusal(x, weight, residual=None) -> Refusal | None:
-    """What of one call is not servable by any plan, or None."""
-    refusal = context_refusal()
-    if refusal is not None:
-        return refusal
-    tensors = (x, weight) if residual is None else (x, weight, residual)
-    for tensor in tensors:
-        refusal = tensor_refusal(tensor)
-        if refusal is not None:
-            return refusal
+def operand_refusal(x, weight, residual=None) -> Refusal | None:
+    """What of one call's tensors, which are plain ones, is not servable by any plan, or None."""
     if x.device.type != "cuda":
         return Refusal(Reason.CAPABILITY, f"x is on {x.device}")
     refusal = check_operands(x, weight, residual)
@@ -157,6 +155,7 @@ def call_refusal(x, weight, residual=None) -> Refusal | None:
         return refusal
     if x.dtype != _TABLE_DTYPE:
         return Refusal(Reason.DTYPE, f"{x.dtype}; the table is for {_TABLE_DTYPE}")
+    tensors = (x, weight) if residual is None else (x, weight, residual)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return Refusal(Reason.AUTOGRAD, "call under torch.inference_mode() or torch.no_grad()")
     return None
@@ -164,7 +163,10 @@ def call_refusal(x, weight, residual=None) -> Refusal | None:
 
 def run_or_refuse(x, weight, residual=None):
     """y [M, N] from the selected kernel, or the Refusal. Raises CaptureError in strict mode alone."""
-    refusal = call_refusal(x, weight, residual)
+    refusal = context_refusal() or tensor_refusal(x) or tensor_refusal(weight)
+    if refusal is None and residual is not None:
+        refusal = tensor_refusal(residual)
+    refusal = refusal or operand_refusal(x, weight, residual)
     if refusal is not None:
         return refusal
     m, (n, k) = x.shape[0], weight.shape
@@ -174,7 +176,7 @@ def run_or_refuse(x, weight, residual=None):
     refusal = entry_refusal(plan, m, residual is not None)
     if refusal is not None:
         return refusal
-    compiled = compiled_for(plan.entry(m, residual is not None))
+    compiled = compiled_for(plan.entry(m, residual is not None), x.device.index)
     if isinstance(compiled, Refusal):
         return compiled
     return launch(compiled, x, weight, residual)
@@ -189,10 +191,15 @@ def try_low_latency_gemm(x, weight, residual=None):
     """
     result = run_or_refuse(x, weight, residual)
     if type(result) is Refusal:
-        if _LOG.isEnabledFor(logging.DEBUG):
-            _log_once(tuple(getattr(x, "shape", ())), tuple(getattr(weight, "shape", ())), result)
+        log_refusal(x, weight, result)
         return None
     return result
+
+
+def log_refusal(x, weight, refusal: Refusal) -> None:
+    """Puts a fall back into the debug log, once per shape, M and reason."""
+    if _LOG.isEnabledFor(logging.DEBUG):
+        _log_once(tuple(getattr(x, "shape", ())), tuple(getattr(weight, "shape", ())), refusal)
 
 
 @functools.lru_cache(maxsize=4096)

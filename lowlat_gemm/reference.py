@@ -5,9 +5,8 @@
 where ref is the product of the given (already rounded) operands in FP64. The accumulation term is
 ``accumulation_factor(K) * 2**-24 * (sum |x||w| + |residual|)``, elementwise. The factor stands for the order of
 the additions: any order of K rounded FP32 additions stays under K, but a kernel adds in many short chains, and the
-errors of those do not all point one way. ``2 * sqrt(K) + 16`` covers chains of up to 2 * sqrt(K) additions in the
-worst case (the CUDA-core kernels: K / block_size products a thread, then a tree), and longer ones by the usual
-probabilistic argument (Higham & Mary, "A new approach to probabilistic rounding error analysis", 2019), while being
+errors of those do not all point one way. ``2 * sqrt(K) + 16`` covers chains of that many additions in the
+worst case, and longer ones by the usual probabilistic argument (Higham & Mary, "A new approach to probabilistic rounding error analysis", 2019), while being
 small enough beside half an ulp that partial sums kept in bf16 are caught.
 
 Cosine similarity and norms over the whole matrix are no tests: one wrong element disappears in them.
@@ -35,6 +34,11 @@ class Reference:
     value: "torch.Tensor"
     magnitude: "torch.Tensor"
     k: int
+
+    def plus(self, residual) -> "Reference":
+        """The reference with ``residual`` [M, N] added to the product before it is rounded."""
+        wide = residual.double()
+        return Reference(self.value + wide, self.magnitude + wide.abs(), self.k)
 
     def rows(self, m: int) -> "Reference":
         """The reference of the first ``m`` tokens: rows do not depend on one another."""
@@ -71,12 +75,8 @@ def reference_gemm(x, weight, residual=None, *, chunk_rows: int = 4096) -> Refer
         w64 = rows.double()
         values.append(x64 @ w64.T)
         magnitudes.append(x_abs @ w64.abs().T)
-    value = torch.cat(values, dim=1)
-    magnitude = torch.cat(magnitudes, dim=1)
-    if residual is not None:
-        value = value + residual.double()
-        magnitude = magnitude + residual.double().abs()
-    return Reference(value, magnitude, x.shape[1])
+    product = Reference(torch.cat(values, dim=1), torch.cat(magnitudes, dim=1), x.shape[1])
+    return product if residual is None else product.plus(residual)
 
 
 def ulp(value, dtype) -> "torch.Tensor":

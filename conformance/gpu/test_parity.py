@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from conformance.harness import CanaryOutput, operands, poisoned
@@ -23,6 +24,7 @@ def _run_poisoned(case, kernel, data):
     return out.y
 
 
+@pytest.mark.judges_cells
 def test_random_operands_are_within_the_bound(case, kernel, cell_result):
     data = operands(case.n, case.k, "random")
     report = parity(_run_poisoned(case, kernel, data), data.reference(case.m, case.residual))

@@ -49,10 +49,10 @@ def test_static_k(arch, values, residual):
     """The public SM103 table has such a config at K = 14336; here for K that end in every way."""
     for k in (7168, 14336, 8200):
         config = skinny.SkinnyConfig(*values, static_k=k)
-        for m in (1, 2):
-            data = operands(48, k, "random")
-            compiled = _kernel(arch, 48, k, m, config, residual=residual)
-            _judge(compiled, data, m, 48, k, residual, f"static K = {k}, M = {m}, {values}")
+        for m, dtype in ((1, "bfloat16"), (2, "float16"), (5, "bfloat16")):
+            data = operands(48, k, "random", dtype=getattr(torch, dtype))
+            compiled = _kernel(arch, 48, k, m, config, residual=residual, dtype=dtype)
+            _judge(compiled, data, m, 48, k, residual, f"static K = {k}, M = {m}, {dtype}, {values}")
 
 
 def test_residual_may_be_the_output(arch):

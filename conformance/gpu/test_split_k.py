@@ -106,3 +106,16 @@ def test_back_to_back_launches_with_late_inputs(arch, config):
         if i % 50 > 47:
             different += (y != expected[i % 2]).sum()
     assert int(different) == 0, f"{config}: {int(different)} elements differ"
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3], CONFIGS[8]], ids=lambda config: str(config.split))
+def test_small_shapes_for_the_sanitizer(arch, config):
+    """Every path of the kernel with little work: tails of N, K and M, residual, several stages and token tiles."""
+    n, k, m = 100, 1032, config.token_columns + 3
+    data = operands(n, k, "random", tokens=80)
+    compiled = _kernel(arch, n, k, config, residual=True)
+    out = CanaryOutput(m, n, torch.bfloat16, "cuda", pitch=104)
+    launch(compiled, data.x[:m], data.weight, data.residual[:m], out.y)
+    assert out.problem() is None, f"{config}: {out.problem()}"
+    report = parity(out.y, data.reference(m, True))
+    assert report.ok, f"{config}: {report}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from conformance.cases import unit_cases
 from conformance.gpu.late_writer import compiled_late_writer
 from conformance.harness import operands
-from lowlat_gemm import execute, settings, try_low_latency_gemm
+from lowlat_gemm import execute, settings
 from lowlat_gemm.kernels.compile_cache import CompileCache
 from lowlat_gemm.operands import Reason
 
-pytestmark = pytest.mark.one_case_per_unit
 REPLAYS = 1000
 LATE_WRITES = 200
 LATE_BY_NS = 20_000
@@ -26,14 +26,14 @@ def _inputs(case, count: int) -> torch.Tensor:
     return torch.randn(count, case.m, case.k, generator=generator, device="cuda").bfloat16()
 
 
+@pytest.mark.one_case_per_unit
 def test_graph_replays_follow_their_inputs(case, kernel):
     """Each replay of one captured launch equals the eager launch on the same input, bit for bit."""
     data = operands(case.n, case.k, "random")
     x, residual = data.x[: case.m].clone(), _residual(case, data)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = try_low_latency_gemm(x, data.weight, residual)
-    assert y is not None, f"{case}: fell back during capture though it was compiled"
+        y = kernel.dispatched(x, data.weight, residual)
     inputs = _inputs(case, 8)
     expected = [kernel(one, data.weight, residual) for one in inputs]
     different = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -44,6 +44,7 @@ def test_graph_replays_follow_their_inputs(case, kernel):
     assert int(different) == 0, f"{case}: {int(different)} elements of {REPLAYS} replays differ from eager launches"
 
 
+@pytest.mark.one_case_per_unit
 def test_side_stream_orders_the_launch(case, kernel):
     """sleep, write x, our GEMM, read y, all on a side stream without a synchronisation between."""
     data = operands(case.n, case.k, "random")
@@ -61,6 +62,7 @@ def test_side_stream_orders_the_launch(case, kernel):
     assert torch.equal(result, want), f"{case}: {int((result != want).sum())} elements differ on a side stream"
 
 
+@pytest.mark.one_case_per_unit
 def test_waits_for_a_predecessor_that_triggers_early_and_writes_late(case, kernel, arch):
     """x comes from a kernel that let its dependents start 20 us before it writes; each time another x."""
     data = operands(case.n, case.k, "random")
@@ -79,9 +81,8 @@ def test_waits_for_a_predecessor_that_triggers_early_and_writes_late(case, kerne
     assert int(different) == 0, f"{case}: {int(different)} elements of {LATE_WRITES} launches saw an old x"
 
 
+@pytest.mark.one_case_per_unit(residual=True)
 def test_residual_may_come_late_too(case, kernel, arch):
-    if not case.residual:
-        return
     data = operands(case.n, case.k, "random")
     x, want = data.x[: case.m], kernel(data.x[: case.m], data.weight, data.residual[: case.m])
     residual = torch.full_like(want, float("nan"))
@@ -94,8 +95,9 @@ def test_residual_may_come_late_too(case, kernel, arch):
         residual.fill_(float("nan"))
 
 
-def test_nothing_compiles_during_capture(case, monkeypatch):
+def test_nothing_compiles_during_capture(arch, monkeypatch):
     """A kernel that was not compiled before capture falls back there, or raises in strict mode."""
+    case = unit_cases(arch)[0]
     cache = CompileCache(execute._make)
     monkeypatch.setattr(execute, "COMPILE_CACHE", cache)
     data = operands(case.n, case.k, "random")

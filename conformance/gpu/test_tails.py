@@ -21,32 +21,34 @@ def _shapes(config: skinny.SkinnyConfig):
         yield from ((n, k) for n in (1, 8, 17, 100))
 
 
-def _kernel(arch, n, k, m, config, residual):
+def _kernel(arch, n, k, m, config, residual, dtype):
     problem = skinny.why_not(arch, n, k, m, config, residual=residual)
     assert problem is None, problem
-    return COMPILE_CACHE.get(skinny.compile_unit(arch, n, k, m, config, residual=residual))
+    return COMPILE_CACHE.get(skinny.compile_unit(arch, n, k, m, config, residual=residual, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("values", CONFIGS, ids=str)
-def test_tails(arch, values, m, residual):
+def test_tails(arch, values, m, residual, dtype):
     config = skinny.SkinnyConfig(*values)
     for n, k in _shapes(config):
         where = f"N = {n}, K = {k}"
-        compiled = _kernel(arch, n, k, m, config, residual)
-        data = operands(n, k, "random")
+        compiled = _kernel(arch, n, k, m, config, residual, dtype)
+        torch_dtype = getattr(torch, dtype)
+        data = operands(n, k, "random", dtype=torch_dtype)
         x = poisoned(data.x[:m], k + 8)
-        out = CanaryOutput(m, n, torch.bfloat16, "cuda", pitch=n + 3)
+        out = CanaryOutput(m, n, torch_dtype, "cuda", pitch=n + 3)
         launch(compiled, x, poisoned(data.weight, k + 8), data.residual[:m] if residual else None, out.y)
         assert out.problem() is None, f"{where}: {out.problem()}"
         report = parity(out.y, data.reference(m, residual))
         assert report.ok, f"{where}: {report}"
 
-        one_hot_x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
-        one_hot_w = torch.zeros(n, k, dtype=torch.bfloat16, device="cuda")
+        one_hot_x = torch.zeros(m, k, dtype=torch_dtype, device="cuda")
+        one_hot_w = torch.zeros(n, k, dtype=torch_dtype, device="cuda")
         one_hot_x[m - 1, k - 1], one_hot_w[n - 1, k - 1] = 3.0, 5.0
         want = torch.zeros(m, n, device="cuda")
         want[m - 1, n - 1] = 15.0
-        none = torch.zeros(m, n, dtype=torch.bfloat16, device="cuda") if residual else None
+        none = torch.zeros(m, n, dtype=torch_dtype, device="cuda") if residual else None
         assert torch.equal(launch(compiled, one_hot_x, one_hot_w, none).float(), want), f"{where}: the tail is lost"

@@ -46,7 +46,7 @@ def test_token_lists_that_cannot_be_read(text):
         parsing.tokens(text)
 
 
-@pytest.mark.parametrize("text", ["1536", "0x8", "ax8", "8x", "8x8x8"])
+@pytest.mark.parametrize("text", ["1536", "0x8", "00x8", "8x0", "8x12", "ax8", "8x", "8x8x8"])
 def test_shapes_that_cannot_be_read(text):
     with pytest.raises(ValueError, match="expected NxK"):
         parsing.shape(text)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import plugin
+from conformance.fakes import run_pytest as run
 from conformance.sharding import shard_of
-
-ROOT = Path(plugin.__file__).parent.parent
 
 
 @given(st.sets(st.text(max_size=8)), st.integers(1, 9), st.randoms(use_true_random=False))
@@ -32,17 +28,6 @@ def test_shards_are_a_partition(nodeids: set[str], total: int, rng: random.Rando
 def test_an_index_outside_the_total_is_an_error(index):
     with pytest.raises(ValueError, match="not in 0..2"):
         shard_of(["a"], index, 3)
-
-
-def run(folder: Path, source: str, *options: str, **environ: str) -> subprocess.CompletedProcess:
-    (folder / "test_sample.py").write_text(source)
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    outer = ("TEST_", "LOWLAT_", "PYTEST_", "XML_OUTPUT_FILE", "TESTBRIDGE_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half the start-up time
-    command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-q", "test_sample.py", *options]
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env | {"PYTHONPATH": path} | environ)
 
 
 SAMPLE = """

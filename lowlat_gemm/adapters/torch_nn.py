@@ -15,7 +15,16 @@ import torch
 
 from .. import settings
 from ..dispatch import Plan, entry_refusal, family_names, missing_packages_refusal
-from ..execute import call_refusal, compile_ahead, compiled_for, context_refusal, device_plan, launch, tensor_refusal
+from ..execute import (
+    compile_ahead,
+    compiled_for,
+    context_refusal,
+    device_plan,
+    launch,
+    log_refusal,
+    operand_refusal,
+    tensor_refusal,
+)
 from ..operands import Reason, Refusal, check_weight
 
 _LOG = logging.getLogger("lowlat_gemm")
@@ -35,7 +44,11 @@ class PlannedLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = self.run_or_refuse(input)
-        return super().forward(input) if type(y) is Refusal else y
+        if type(y) is not Refusal:
+            return y
+        if y.reason is not Reason.TRACING:  # a compiler would trace the logging too
+            log_refusal(input, self.weight, y)
+        return super().forward(input)
 
     def __getstate__(self):
         # A plan belongs to the GPU of this process; copies resolve their own.
@@ -79,10 +92,10 @@ class PlannedLinear(torch.nn.Linear):
         if refusal is not None:
             return refusal
         rows = x if x.dim() == 2 else x.reshape(m, k)
-        refusal = call_refusal(rows, self.weight)
+        refusal = operand_refusal(rows, self.weight)
         if refusal is not None:
             return refusal
-        compiled = compiled_for(plan.entry(m, False))
+        compiled = compiled_for(plan.entry(m, False), x.device.index)
         if type(compiled) is Refusal:
             return compiled
         y = launch(compiled, rows, self.weight)

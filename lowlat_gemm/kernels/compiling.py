@@ -68,6 +68,16 @@ def _find(store: ObjectStore, key: str) -> Callable | None:
         return None
 
 
+def _export(compiled, produced: Path, store: ObjectStore, key: str, unit: CompileUnit) -> Path | None:
+    """Puts a compiled kernel into the store; None, with a warning, when it cannot be: the kernel is in hand all the same."""
+    try:
+        compiled.export_to_c(object_file_path=str(produced), function_name=_ENTRY)
+    except Exception as error:  # the DSL raises many types, a full disk among the causes
+        _LOG.warning("compiled kernel %s is not kept on disk: %s", key, error)
+        return None
+    return store.put(key, produced, repr(unit))
+
+
 def make(unit: CompileUnit, store: ObjectStore | None) -> Made:
     """Loads ``unit`` from ``store`` or compiles it and puts it there. Raises what the compiler raises.
 
@@ -85,10 +95,7 @@ def make(unit: CompileUnit, store: ObjectStore | None) -> Made:
             return Made(kernel, compiled=False)
         compiled = compile_now(unit)
         with store.scratch() as folder:
-            path = None
-            if folder is not None:
-                compiled.export_to_c(object_file_path=str(folder / "kernel.o"), function_name=_ENTRY)
-                path = store.put(key, folder / "kernel.o", repr(unit))
+            path = None if folder is None else _export(compiled, folder / "kernel.o", store, key, unit)
         kernel = None if path is None else _find(store, key)
         return Made(kernel or compiled, compiled=True)
 
@@ -130,10 +137,13 @@ def _make_in_processes(units: Sequence[CompileUnit], count: int, store: ObjectSt
     command = [sys.executable, "-m", f"{__package__}.worker", str(store.folder)]
     workers = []
     for index in range(count):
-        worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-        worker.stdin.write(pickle.dumps(list(units[index::count])))
-        worker.stdin.close()
-        workers.append(worker)
+        try:
+            worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+            workers.append(worker)
+            worker.stdin.write(pickle.dumps(list(units[index::count])))
+            worker.stdin.close()
+        except OSError as error:
+            _LOG.warning("no compile process (%s); its kernels are compiled here", error)
     for worker in workers:
         if worker.wait():
             _LOG.warning("a compile process ended with %d; its kernels are compiled here", worker.returncode)

@@ -67,7 +67,7 @@ def built_backends() -> tuple[str, ...]:
 
 
 #: Modules that compiling and launching needs, with the package that brings each.
-_REQUIRED = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
+_REQUIRED = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi", "cuda": "cuda-bindings"}
 
 
 @functools.lru_cache(maxsize=None)

@@ -22,7 +22,7 @@ MAX_TOKENS = 16
 #: What a thread may hold without spilling, of 255: the rest is for addresses and temporaries. Checked against the
 #: spills of every config x generation by conformance/crosscompile.
 REGISTER_BUDGET = 208
-#: What ptxas takes besides (addresses, temporaries); at most 27 over all configs of the tables and the defaults.
+#: What ptxas takes besides (addresses, temporaries); conformance/crosscompile holds every config to it.
 REGISTER_MARGIN = 32
 _REGISTERS_PER_SM = 65_536
 _WARP = 32
@@ -77,7 +77,7 @@ def registers(config: SkinnyConfig, tokens: int) -> int:
     words = config.vector_width // 2
     accumulators = tokens * config.outputs_per_block
     weights = config.k_unroll * config.outputs_per_block * words
-    activations = tokens * words  # one step's x, packed
+    activations = config.k_unroll * tokens * words  # a chunk's x, packed: ptxas hoists its loads
     unpacked = (config.outputs_per_block + 1) * config.vector_width  # its weights, and one token
     return accumulators + weights + activations + unpacked
 
@@ -133,8 +133,8 @@ def compile_unit(
 def default_config(arch: Arch, n: int, k: int, m: int, *, residual: bool = False) -> SkinnyConfig | None:
     """A sound config for a shape that no table has; None where the kernel cannot serve it.
 
-    Not measured: steps that divide K where there are such, as many weights in flight as registers allow, fewer outputs
-    a block as tokens grow. Tables and the tuner beat it; it never spills.
+    Not measured: steps that divide K where there are such, fewer outputs a block and a shorter unroll as tokens grow.
+    For callers that compile a shape of their own; dispatch runs what a table names and nothing else.
     """
     outputs = min(n, 4 if m <= 4 else 3 if m <= 8 else 2)
     unroll = 4 if m == 1 else 2 if m <= 4 else 1

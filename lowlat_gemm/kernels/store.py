@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -111,6 +112,7 @@ class ObjectStore:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=folder):
                 pass
+            _sweep(folder)
         except OSError as error:
             _LOG.warning("compiled kernels are not kept on disk: %s (set LOWLAT_GEMM_CACHE_DIR)", error)
             return None
@@ -176,15 +178,23 @@ class ObjectStore:
         return self.folder / f"{key}.json"
 
     def _write(self, path: Path, text: str) -> None:
-        handle, name = tempfile.mkstemp(dir=self.folder)
-        with os.fdopen(handle, "w") as stream:
-            stream.write(text)
-        os.replace(name, path)
+        with self.scratch() as folder:
+            if folder is not None:
+                (folder / "note").write_text(text)
+                os.replace(folder / "note", path)
 
     def _give_up(self, error: OSError) -> None:
         if not self._broken:
             self._broken = True
             _LOG.warning("compiled kernels are not kept in %s: %s", self.folder, error)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed processes were making: scratch folders older than a day."""
+    for left in folder.glob("making-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > 86_400:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _lock(stream, timeout_s: float) -> bool:

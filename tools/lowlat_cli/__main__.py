@@ -24,6 +24,7 @@ except ImportError as error:
 from lowlat_cli import show
 from lowlat_gemm.arch import ARCHES, Arch, parse_arch
 from lowlat_gemm.dispatch import explain as explain_decision
+from lowlat_gemm.kernels.compile_cache import CompileError
 from lowlat_gemm.kernels.registry import missing_packages
 from lowlat_gemm.tables import load_table
 
@@ -132,13 +133,12 @@ def check(
         raise CannotRun(why_no_gpu)
     if importlib.util.find_spec("torch") is None:
         raise CannotRun("torch is not installed: cells can be planned and explained, not checked")
-    if gpu is not None and missing_packages():
-        raise CannotRun(f"kernels cannot be compiled here: not installed: {', '.join(missing_packages())}")
+    if gpu is not None:
+        _need_kernel_packages()
     arches = (gpu.arch,) if gpu is not None else ARCHES if wanted is None else (wanted,)
     for one in arches:
         load_table(model, one)  # a missing or broken table is said before anything long begins
-    if record is not None and not os.access(record.parent if record.parent.exists() else ".", os.W_OK):
-        raise CannotRun(f"{record}: its folder cannot be written")
+    _need_writable(record)
     shapes = checking.model_shapes(model, tp)
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
     with show.progress(ERR, f"{model} tp {', '.join(map(str, tp))}", sum(shape.elements for shape in shapes)) as report:
@@ -172,6 +172,8 @@ def bench(
     gpu, why_no_gpu = _gpu_for(None)
     if gpu is None:
         raise CannotRun(why_no_gpu)
+    _need_kernel_packages()
+    _need_writable(record)
     from lowlat_cli.bench import BenchError, run_bench
 
     counts = parsing.tokens(tokens)
@@ -193,6 +195,22 @@ def bench(
         show.bench(OUT, cells, result["geometric_means"], gpu)
 
 
+def _need_kernel_packages() -> None:
+    if missing_packages():
+        raise CannotRun(f"kernels cannot be compiled here: not installed: {', '.join(missing_packages())}")
+
+
+def _need_writable(record: Path | None) -> None:
+    """Says that a record cannot be written before the run, not after it."""
+    if record is None:
+        return
+    if record.is_dir():
+        raise CannotRun(f"--record {record}: a folder; name a file")
+    folder = next(parent for parent in record.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise CannotRun(f"--record {record}: {folder} cannot be written")
+
+
 def _arch_or_default(name: str | None) -> Arch:
     """The named generation, else the one of a GPU that is here, else what ``arch=None`` means without CUDA."""
     from lowlat_gemm.arch import resolve_arch
@@ -209,9 +227,11 @@ def _command_line() -> str:
 
 def main() -> None:
     """Entry point: errors that a user can cause are one line and exit code 2."""
+    if folder := os.environ.get("BUILD_WORKING_DIRECTORY"):  # `bazel run` starts in its runfiles
+        os.chdir(folder)
     try:
         app()
-    except (CannotRun, ValueError, OSError) as error:
+    except (CannotRun, CompileError, ValueError, OSError) as error:
         ERR.print(f"lowlat: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         sys.exit(2)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import lowlat_gemm
 from lowlat_gemm import settings
+from lowlat_gemm.dispatch import plan_for
 from lowlat_gemm.kernels.registry import built_backends, missing_packages
 from lowlat_gemm.kernels.store import default_folder
 from lowlat_gemm.tables import TableError, available_tables, load_table
@@ -63,6 +64,24 @@ def _table_health(family: str, arch: str) -> TableHealth:
     return TableHealth(family, arch, len(cells), sum(cell.backend in built_backends() for cell in cells), None)
 
 
+def _nothing_runs(gpu: environment.Gpu, chosen: settings.Settings) -> str | None:
+    """Why not one cell of the GPU's tables can run under the settings as they are, or None when some can."""
+    if chosen.disabled or missing_packages():
+        return None  # said already
+    refusals = []
+    for family, arch in available_tables():
+        if arch == gpu.arch.name:
+            try:
+                shapes = list(load_table(family, arch).projections)
+            except TableError:
+                continue  # said already
+            plans = [plan_for(gpu.arch, n, k, (family,)) for n, k in shapes]
+            if any(plan.units() for plan in plans):
+                return None
+            refusals += [entry.refusal for plan in plans for entry in plan.entries.values()]
+    return f"no cell of the tables for {gpu.arch} can run: {refusals[0]}" if refusals else f"no table for {gpu.arch}"
+
+
 def _cache(folder: str | None) -> str:
     """Where compiled kernels are kept and how many there are, or that they are not."""
     path = default_folder() if folder is None else Path(folder)
@@ -95,6 +114,7 @@ def examine() -> Report:
         problems.append("switched off by LOWLAT_GEMM_DISABLE")
     tables = [_table_health(family, arch) for family, arch in available_tables()]
     problems += [table.error for table in tables if table.error is not None]
+    problems += [why for gpu in served if (why := _nothing_runs(gpu, chosen))]
     for gpu in served:
         for table in tables:
             if table.arch == gpu.arch.name and table.error is None:
@@ -105,5 +125,9 @@ def examine() -> Report:
         notes.append(f"deny list: {len(chosen.deny)} entries (LOWLAT_GEMM_DENY)")
     if chosen.batch_invariant:
         notes.append("batch-invariant mode: only plans whose bits do not depend on M")
+    if chosen.any_device:
+        notes.append("tables are used on sibling devices too (LOWLAT_GEMM_ANY_DEVICE)")
+    if chosen.strict:
+        notes.append("strict: a compile during graph capture raises (LOWLAT_GEMM_STRICT)")
     cache = _cache(chosen.cache_dir)
     return Report(gpus, environment.driver_version(), environment.versions(), chosen, cache, tables, problems, notes)

@@ -17,7 +17,7 @@ DISTRIBUTIONS = {
     "nvidia-cutlass-dsl": "kernels",
     "nvidia-cutlass-dsl-libs-cu13": "kernels, CUDA 13",
     "apache-tvm-ffi": "kernels",
-    "cuda-python": "kernels",
+    "cuda-bindings": "kernels",
     "flashinfer-python": "optional backend",
     "vllm": "optional adapter",
 }
@@ -38,7 +38,7 @@ class Gpu:
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution, or None. A copied tree without metadata is found by its module."""
+    """The installed version of a distribution, or None where it has no metadata."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -22,6 +22,6 @@ def tokens(text: str) -> list[int]:
 def shape(text: str) -> Shape:
     """"1536x7168" as that (N, K). ValueError for anything else."""
     match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if match is None or "0" in match.groups():
-        raise ValueError(f"shape {text!r}: expected NxK, such as 1536x7168")
+    if match is None or int(match[1]) < 1 or int(match[2]) < 8 or int(match[2]) % 8:
+        raise ValueError(f"shape {text!r}: expected NxK, such as 1536x7168, with K a multiple of 8")
     return Shape(int(match[1]), int(match[2]), (text,))

@@ -46,6 +46,8 @@ def progress(console: Console, title: str, total: int) -> Iterator:
 
 def doctor(console: Console, report) -> None:
     grid = Grid(show_header=False, box=None, padding=(0, 2, 0, 0))
+    grid.add_column()
+    grid.add_column(overflow="fold")  # a path that is cut is no path
     grid.add_row("lowlat_gemm", lowlat_gemm.__version__)
     for gpu in report.gpus:
         grid.add_row(f"GPU {gpu.ordinal}", f"{gpu} -> {gpu.arch or 'not served'}")
