@@ -10,7 +10,7 @@ from lowlat_cli.bench import CUBLAS, FLOOR, OURS, BenchCell, Timing, geometric_m
 
 def _cell(m=1, **us):
     timings = {name: Timing(value, value, value) for name, value in us.items()}
-    return BenchCell(1000, 1000, m, 2_000_000, 600, "skinny" if OURS in us else None, None, timings)
+    return BenchCell(1000, 1000, m, 2_000_000, 600, "skinny" if OURS in us else None, None, timings, {})
 
 
 def test_a_timing_is_the_median_with_its_spread():

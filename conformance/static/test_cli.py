@@ -10,6 +10,7 @@ import pytest
 from conformance.fakes import PACKAGE, clean_settings, device_of, lowlat, no_gpu, run_python, small  # noqa: F401
 from lowlat_cli import environment
 from lowlat_cli.environment import Gpu
+from lowlat_gemm import settings
 from lowlat_gemm.arch import ARCHES, SM90
 from lowlat_gemm.dispatch import explain
 from lowlat_gemm.tables import available_tables
@@ -46,6 +47,20 @@ def test_doctor_is_content_with_a_gpu_that_can_run_kernels(lowlat, monkeypatch):
     monkeypatch.setattr(environment, "find_gpus", lambda: ([Gpu(0, device_of(SM90, capability=(12, 0)), None)], None))
     code, out, _ = lowlat("doctor")
     assert code == 1 and "no GPU of a served generation" in out and "not served" in out
+
+
+@pytest.mark.parametrize("variable, reason", [("LOWLAT_GEMM_BATCH_INVARIANT=1", "not batch-invariant"), ("LOWLAT_GEMM_DENY=skinny", "deny list")])
+def test_doctor_says_when_not_one_cell_can_run(lowlat, monkeypatch, variable, reason):
+    monkeypatch.setattr("lowlat_cli.doctor.missing_packages", lambda: ())
+    monkeypatch.setattr(environment, "find_gpus", lambda: ([Gpu(0, device_of(SM90), SM90)], None))
+    name, value = variable.split("=")
+    monkeypatch.setenv(name, value)
+    settings.restore(None)  # the environment is read again
+    try:
+        code, out, _ = lowlat("doctor")
+    finally:
+        settings.restore(None)
+    assert code == 1 and "no cell of the tables for sm90 can run" in out and reason in out, out
 
 
 @pytest.mark.parametrize("arch", ARCHES, ids=str)

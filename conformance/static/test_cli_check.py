@@ -147,3 +147,19 @@ def test_check_on_a_gpu_without_the_kernel_packages_says_what_to_install(lowlat,
     monkeypatch.setattr(cli, "missing_packages", lambda: ("nvidia-cutlass-dsl",))
     code, out, err = lowlat("check")
     assert code == 2 and err.splitlines() == ["lowlat: kernels cannot be compiled here: not installed: nvidia-cutlass-dsl"]
+
+
+def test_a_record_path_that_cannot_be_written_is_said_before_the_run(lowlat, small, no_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(checking, "run_check", lambda *args: pytest.fail("it ran"))
+    for path in (tmp_path, tmp_path / "file" / "r.json"):
+        (tmp_path / "file").write_text("")
+        code, _, err = lowlat("check", "--record", path)
+        assert code == 2 and len(err.splitlines()) == 1 and str(path) in err, err
+
+
+def test_under_bazel_run_paths_are_the_users(lowlat, small, no_gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "users").mkdir()
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path / "users"))
+    assert lowlat("check", "--arch", "sm90", "--record", "r.json")[0] == 0
+    assert (tmp_path / "users" / "r.json").exists()

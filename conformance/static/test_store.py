@@ -237,3 +237,30 @@ def test_what_cannot_be_made_is_reported_and_the_rest_is_there(objects, compiles
     problems = compiling.make_all([UNIT, bad, UNIT], cache, objects)
     assert list(problems) == [bad] and "division by zero" in problems[bad]
     assert cache.peek(UNIT) == CONTENT and len(compiles) == 1
+
+
+def test_a_kernel_that_cannot_be_exported_runs_all_the_same(objects, compiles, monkeypatch, caplog):
+    def export(self, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FakeCompiled, "export_to_c", export)
+    made = compiling.make(UNIT, objects)
+    assert isinstance(made.kernel, FakeCompiled) and "is not kept on disk" in caplog.text
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path):
+    old, fresh = tmp_path / "making-old", tmp_path / "making-fresh"
+    for folder in (old, fresh):
+        folder.mkdir()
+    os.utime(old, (1, 1))
+    assert ObjectStore.open(tmp_path) is not None
+    assert not old.exists() and fresh.exists(), "another process may be at work in a fresh one"
+
+
+def test_no_process_to_be_had_means_compiling_here(objects, compiles, monkeypatch, caplog):
+    monkeypatch.setattr(compiling, "UNITS_PER_PROCESS", 1)
+    monkeypatch.setattr(compiling.sys, "executable", "/nonexistent/python")
+    cache = CompileCache(lambda unit: compiling.make(unit, objects))
+    units = [replace(UNIT, spec=str(i)) for i in range(4)]
+    assert compiling.make_all(units, cache, objects, processes=2) == {}
+    assert len(compiles) == 4 and "no compile process" in caplog.text

@@ -271,3 +271,20 @@ def test_settings_are_followed_after_the_install(gpu, module, fields):
     settings.restore(before)
     module(x)
     assert len(gpu.calls) == 1
+
+
+def test_a_fall_back_of_a_taken_module_is_in_the_debug_log(gpu, caplog):
+    module = toy_linear()
+    install(module)
+    with caplog.at_level("DEBUG", "lowlat_gemm"):
+        for _ in range(2):
+            module(bf16(40, K))
+    found = [record.message for record in caplog.records if "falls back" in record.message]
+    assert len(found) == 1 and "M = 40" in found[0], found
+
+
+def test_a_row_of_which_nothing_can_run_is_left_alone(gpu):
+    settings.change(deny=settings.parse_deny("skinny"))
+    module = toy_linear()
+    report = install(module)
+    assert report.installed == () and report.skipped[""].reason is Reason.DISABLED and type(module) is nn.Linear

@@ -11,6 +11,8 @@ WANTED = {
     "tvm_ffi": "kernels",
     "numpy": "tests",
     "hypothesis": "tests",
+    "setuptools": "tests",
+    "wheel": "tests",
     "typer": "command line",
     "rich": "command line",
     "matplotlib": "plots",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lowlat_gemm.arch import Arch
-from lowlat_gemm.dispatch import Decision, explain
+from lowlat_gemm.dispatch import Decision, explain, plan_for
 from lowlat_gemm.models import projection_shapes
 from lowlat_gemm.operands import Reason, Refusal
 from lowlat_gemm.reference import parity, reference_gemm
@@ -151,11 +151,21 @@ def run_check(
     """``check_shape`` over ``shapes``; ``progress`` is told before each and how many elements are behind."""
     results, done = [], 0
     with _current_device(gpu):
+        if gpu is not None:
+            _compile_ahead(shapes, gpu)
         for shape in shapes:
             progress(shape, done)
             results += check_shape(shape, arches, gpu)
             done += shape.elements
     return results
+
+
+def _compile_ahead(shapes: Sequence[Shape], gpu: Gpu) -> None:
+    """Compiles what the shapes can launch, in several processes; what does not compile is said by its cell."""
+    from lowlat_gemm.execute import compile_ahead
+
+    plans = (plan_for(gpu.arch, shape.n, shape.k) for shape in shapes)
+    compile_ahead(unit for plan in plans if plan is not None for unit in plan.units())
 
 
 def _current_device(gpu: Gpu | None):
