@@ -12,6 +12,7 @@ from lowlat_gemm import settings
 from lowlat_gemm.dispatch import plan_for
 from lowlat_gemm.kernels.registry import built_backends, missing_packages
 from lowlat_gemm.kernels.store import default_folder
+from lowlat_gemm.operands import Reason
 from lowlat_gemm.tables import TableError, available_tables, load_table
 
 from . import environment
@@ -79,6 +80,8 @@ def _nothing_runs(gpu: environment.Gpu, chosen: settings.Settings) -> str | None
             if any(plan.units() for plan in plans):
                 return None
             refusals += [entry.refusal for plan in plans for entry in plan.entries.values()]
+    # A backend that is not built is no news; what else keeps cells from running is.
+    refusals.sort(key=lambda refusal: refusal.reason is Reason.BACKEND_NOT_BUILT)
     return f"no cell of the tables for {gpu.arch} can run: {refusals[0]}" if refusals else f"no table for {gpu.arch}"
 
 
