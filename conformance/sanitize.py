@@ -24,9 +24,9 @@ from lowlat_cli import environment
 #: Tests that reach every path of the kernels with small shapes; racecheck is a hundred times slower than the GPU.
 TESTS = ["conformance/gpu/test_tails.py", "conformance/gpu/test_layouts.py", "conformance/gpu/test_split_k.py"]
 FILTERS = {
-    "memcheck": "(test_tails and bfloat16 and residual and 3) or (ends_with and (2304 or 1032)) or sanitizer",
-    "racecheck": "(test_tails and bfloat16 and residual and 3 and (32 or 128)) or sanitizer",
-    "synccheck": "(test_tails and bfloat16 and residual and 3) or sanitizer",
+    "memcheck": "3-residual-bfloat16 or (ends_with and 2304x1536) or sanitizer",
+    "racecheck": "(32 and 3-residual-bfloat16) or sanitizer",
+    "synccheck": "3-residual-bfloat16 or sanitizer",
 }
 LIMIT_S = 150
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error)|(?:RACECHECK SUMMARY: (\d+) hazard)")
