@@ -18,7 +18,7 @@ import pytest
 
 from conformance.sharding import shard_from
 from lowlat_cli.environment import find_gpus
-from lowlat_cli.record import CellResult, Status, counts, make_record, write_record
+from lowlat_cli.record import CellResult, Status, command_line, counts, make_record, write_record
 
 _CELLS = pytest.StashKey[list]()
 _EXPECTED = pytest.StashKey[list]()
@@ -116,7 +116,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     gpus, _ = find_gpus()
     started, clock = config.stash[_STARTED]
-    command = " ".join(["python -m pytest", *sys.argv[1:]])
+    command = command_line("python -m pytest", sys.argv[1:])
     seconds = time.monotonic() - clock
     write_record(make_record(command, config.stash[_CELLS], gpus[0] if gpus else None, started, seconds), path)
 

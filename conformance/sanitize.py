@@ -1,9 +1,9 @@
-"""Runs parts of the GPU suite under compute-sanitizer: memcheck, racecheck and synccheck.
+"""Runs parts of the GPU suite under compute-sanitizer: memcheck, racecheck and synccheck, kernel by kernel.
 
-    python -m conformance.sanitize --arch sm90 [--record FILE]
+    python -m conformance.sanitize --arch sm90 [--kernel skinny] [--record FILE]
 
-torch's caching allocator is off, so that memcheck sees the end of a tensor and not that of a pool. Each tool has a time
-limit; what it reports, or a failed test, fails the run.
+torch's caching allocator is off, so that memcheck sees the end of a tensor and not that of a pool. Each run has a time
+limit; what a tool reports, or a failed test, fails the run, and the report's lines are printed and recorded.
 """
 
 from __future__ import annotations
@@ -20,22 +20,31 @@ import time
 from pathlib import Path
 
 from lowlat_cli import environment
+from lowlat_cli.record import command_line
 
-#: Tests that reach every path of the kernels with small shapes; racecheck is a hundred times slower than the GPU.
-TESTS = ["conformance/gpu/test_tails.py", "conformance/gpu/test_layouts.py", "conformance/gpu/test_split_k.py"]
-FILTERS = {
-    "memcheck": "3-residual-bfloat16 or (ends_with and 2304x1536) or sanitizer",
-    "racecheck": "(32 and 3-residual-bfloat16) or sanitizer",
-    "synccheck": "3-residual-bfloat16 or sanitizer",
+TOOLS = ("memcheck", "racecheck", "synccheck")
+#: kernel -> (test files, pytest filter, narrower filter for racecheck, which is a hundred times slower than the GPU):
+#: every path of the kernel with small shapes.
+PARTS = {
+    "skinny": (
+        ["conformance/gpu/test_tails.py", "conformance/gpu/test_layouts.py"],
+        "3-residual-bfloat16 or (ends_with and 2304x1536)",
+        "(32 and 3-residual-bfloat16) or (128 and 1-plain-bfloat16)",
+    ),
+    "split_k": (["conformance/gpu/test_split_k.py"], "sanitizer", "sanitizer"),
 }
 LIMIT_S = 150
+#: Lines of a report that are kept.
+REPORT_LINES = 40
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error)|(?:RACECHECK SUMMARY: (\d+) hazard)")
 
 
-def run_tool(tool: str, arch: str) -> dict:
-    """One tool's outcome: errors it reports (None: no summary), pytest's last line, seconds."""
-    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", sys.executable, "-m", "pytest", "-q"]
-    command += ["-p", "no:cacheprovider", "--arch", arch, "-k", FILTERS[tool], *TESTS]
+def run_tool(tool: str, kernel: str, arch: str) -> dict:
+    """One tool on one kernel: how many errors it reports (None: it did not end), pytest's last line, the report."""
+    files, usual, narrow = PARTS[kernel]
+    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+    command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--arch", arch]
+    command += ["-k", narrow if tool == "racecheck" else usual, *files]
     began = time.monotonic()
     try:
         done = subprocess.run(
@@ -47,19 +56,27 @@ def run_tool(tool: str, arch: str) -> dict:
         output, code = (error.stdout or b"").decode(), None
     found = _SUMMARY.findall(output)
     tests = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed)", line)]
+    report = [line for line in output.splitlines() if line.startswith("=========") or line.startswith("E ")]
     return {
         "tool": tool,
+        "kernel": kernel,
         "errors": int(found[-1][0] or found[-1][1]) if found else None,
         "exit": code,
         "tests": tests[-1] if tests else "no test ended",
         "seconds": round(time.monotonic() - began, 1),
-        "tail": [] if code == 0 else output.splitlines()[-20:],
+        "report": [] if code == 0 else report[:REPORT_LINES],
     }
+
+
+def is_clean(outcome: dict) -> bool:
+    """Whether the tool ended, reported nothing, and the tests passed."""
+    return outcome["errors"] == 0 and outcome["exit"] == 0 and re.match(r"\d+ passed", outcome["tests"].strip("= ")) is not None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", required=True)
+    parser.add_argument("--kernel", choices=list(PARTS), action="append")
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
@@ -71,19 +88,21 @@ def main() -> int:
         return 2
     started = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     outcomes = []
-    for tool in FILTERS:
-        outcomes.append(run_tool(tool, arguments.arch))
-        print(f"{tool}: {outcomes[-1]['errors']} errors, {outcomes[-1]['tests']}", *outcomes[-1]["tail"], sep="\n  ", flush=True)
-    clean = all(outcome["errors"] == 0 and outcome["exit"] == 0 for outcome in outcomes)
+    for kernel in arguments.kernel or PARTS:
+        for tool in TOOLS:
+            outcomes.append(run_tool(tool, kernel, arguments.arch))
+            verdict = "clean" if is_clean(outcomes[-1]) else f"{outcomes[-1]['errors']} errors"
+            print(f"{kernel} {tool}: {verdict}; {outcomes[-1]['tests']}", *outcomes[-1]["report"], sep="\n  ", flush=True)
+    clean = all(map(is_clean, outcomes))
     if arguments.record is not None:
         record = {
-            "command": f"python -m conformance.sanitize --arch {arguments.arch}",
+            "command": command_line("python -m conformance.sanitize", sys.argv[1:]),
             "started": started.isoformat(),
             "commit": environment.commit(),
             "machine": environment.machine(gpus[0]),
             "versions": environment.versions(),
             "clean": clean,
-            "tools": outcomes,
+            "runs": outcomes,
         }
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if clean else 1

@@ -11,7 +11,7 @@ from conformance.fakes import clean_settings, cuda, device_of, lowlat, no_gpu, s
 from lowlat_cli import checking, environment, record
 from lowlat_cli.environment import Gpu
 from lowlat_cli.record import Status
-from lowlat_gemm.arch import ARCHES, SM90, SM100
+from lowlat_gemm.arch import ARCHES, SM90, SM100, SM103
 from lowlat_gemm.dispatch import explain
 
 pytestmark = pytest.mark.usefixtures("clean_settings")
@@ -163,3 +163,22 @@ def test_under_bazel_run_paths_are_the_users(lowlat, small, no_gpu, tmp_path, mo
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path / "users"))
     assert lowlat("check", "--arch", "sm90", "--record", "r.json")[0] == 0
     assert (tmp_path / "users" / "r.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [["check", "--record", "/somewhere/r.json", "--json"], ["check", "--json", "--record=/x"]])
+def test_a_record_does_not_name_where_it_lies(arguments):
+    assert record.command_line("lowlat", arguments) == "lowlat check --json"
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["right", "residual lost"])
+def test_residual_cells_are_run_with_their_residual(lowlat, on_gpu, monkeypatch, lost):
+    monkeypatch.setattr(checking, "model_shapes", lambda model, tps: [checking.Shape(7168, 3584, ("routed_expert_up_proj",))])
+    on_gpu.devices[:] = [device_of(SM103)]
+    monkeypatch.setattr(environment, "find_gpus", lambda: ([Gpu(0, on_gpu.devices[0], SM103)], None))
+    right = on_gpu.compiler
+    if lost:
+        on_gpu.compiler = lambda unit: lambda x, w, residual, out, stream: right(unit)(x, w, None, out, stream)
+    code, out, _ = lowlat("check", "--json")
+    cells = [cell for cell in json.loads(out)["cells"] if cell["residual"] and cell["backend"]]
+    assert [cell["m"] for cell in cells] == [1, 2, 3, 4]
+    assert {cell["status"] for cell in cells} == {"failed" if lost else "kernel"} and code == int(lost)

@@ -22,6 +22,7 @@ except ImportError as error:
     sys.exit(2)
 
 from lowlat_cli import show
+from lowlat_cli.record import command_line, make_bench_record, make_record, render, write_record
 from lowlat_gemm.arch import ARCHES, Arch, parse_arch
 from lowlat_gemm.dispatch import explain as explain_decision
 from lowlat_gemm.kernels.compile_cache import CompileError
@@ -125,7 +126,6 @@ def check(
 ) -> None:
     """The main job: a model's projections through the dispatcher, every cell judged against FP64."""
     from lowlat_cli import checking
-    from lowlat_cli.record import make_record, render, write_record
 
     wanted = None if arch is None else parse_arch(arch)
     gpu, why_no_gpu = _gpu_for(wanted)
@@ -143,7 +143,7 @@ def check(
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
     with show.progress(ERR, f"{model} tp {', '.join(map(str, tp))}", sum(shape.elements for shape in shapes)) as report:
         cells = checking.run_check(shapes, arches, gpu, report)
-    result = make_record(_command_line(), cells, gpu, started, time.monotonic() - clock)
+    result = make_record(command_line("lowlat", sys.argv[1:]), cells, gpu, started, time.monotonic() - clock)
     if record is not None:
         write_record(result, record)
     if as_json:
@@ -167,7 +167,6 @@ def bench(
 ) -> None:
     """Our kernels, cuBLAS and the streaming floor on cold weights. Needs a GPU; exit code 1 for a wrong result."""
     from lowlat_cli import checking, parsing
-    from lowlat_cli.record import make_bench_record, render, write_record
 
     gpu, why_no_gpu = _gpu_for(None)
     if gpu is None:
@@ -186,7 +185,7 @@ def bench(
         except BenchError as error:
             ERR.print(f"lowlat: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
             raise typer.Exit(1)
-    result = make_bench_record(_command_line(), cells, gpu, started, time.monotonic() - clock)
+    result = make_bench_record(command_line("lowlat", sys.argv[1:]), cells, gpu, started, time.monotonic() - clock)
     if record is not None:
         write_record(result, record)
     if as_json:
@@ -219,10 +218,6 @@ def _arch_or_default(name: str | None) -> Arch:
     if found is None:
         raise CannotRun("the GPU here is of no served generation; name one with --arch")
     return found
-
-
-def _command_line() -> str:
-    return " ".join(["lowlat", *sys.argv[1:]])
 
 
 def main() -> None:

@@ -72,6 +72,18 @@ def make_bench_record(command: str, cells: list, gpu, started: datetime.datetime
     return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
 
 
+def command_line(program: str, arguments: list[str]) -> str:
+    """The command as a record names it: without where the record goes, which is a path of one machine."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--record":
+            next(words, None)
+        elif not word.startswith("--record="):
+            kept.append(word)
+    return " ".join([program, *kept])
+
+
 def _head(command: str, gpu, started: datetime.datetime, seconds: float) -> dict:
     return {
         "schema": SCHEMA,
