@@ -9,6 +9,7 @@ from lowlat_gemm.arch import Arch
 from lowlat_gemm.dispatch import Plan, PlanEntry, plan_for
 from lowlat_gemm.kernels import skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
+from lowlat_gemm.kernels.fused_a import FusedAConfig
 from lowlat_gemm.kernels.split_k import SplitKConfig
 from lowlat_gemm.tables import Cell, Provenance, available_tables, load_table
 
@@ -29,6 +30,9 @@ SPLIT_K_CONFIGS = [
     SplitKConfig(56, 64, 6, 5, token_stages=3, prefetch=1, trigger=0),
     SplitKConfig(56, 32, 7, 9, prefetch=99, trigger=99),
 ]
+
+#: Configs of fused_a besides those that the shape chooses: several row warps and tiles, one K warp and many.
+FUSED_A_CONFIGS = [FusedAConfig(1, 8, 1, 4), FusedAConfig(2, 4, 2, 2), FusedAConfig(4, 1, 1, 8), FusedAConfig(1, 16, 1, 1)]
 
 #: Shapes outside every table, the last two smaller than a chunk of most configs.
 DEFAULT_SHAPES = [(1536, 7168), (100, 1032), (7, 264)]

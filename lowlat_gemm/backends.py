@@ -21,10 +21,10 @@ class ConfigKeys(NamedTuple):
 
 
 #: Names alone: whether the values fit an (Arch, N, K, M) is the predicate of the backend's kernel. A backend
-#: whose kernel is not built yet takes no keys; its kernel brings them.
+#: whose kernel is not written yet takes no keys; its kernel brings them.
 CONFIG_KEYS: dict[str, ConfigKeys] = {
     "skinny": ConfigKeys(("block_size", "outputs_per_block", "k_unroll", "vector_width"), ("static_k",)),
-    "fused_a": ConfigKeys(),
+    "fused_a": ConfigKeys((), ("row_warps", "k_warps", "row_tiles", "unroll")),
     "split_k": ConfigKeys(
         ("rows", "token_columns", "split", "stages"), ("k_blocks", "prefetch", "trigger", "token_stages")
     ),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .compile_cache import CompileCache, CompileError, CompileUnit, Made
-from .registry import backend
+from .registry import kernel_module
 from .store import ObjectStore, default_folder, key_of, toolchain
 
 _LOG = logging.getLogger("lowlat_gemm")
@@ -38,7 +38,7 @@ def compile_now(unit: CompileUnit, extra_options: str = "") -> Any:
     """Compiles ``unit`` now, past every cache; ``extra_options`` (dump folders, say) go to the compiler as they are."""
     import cutlass.cute as cute
 
-    module = importlib.import_module(f".{backend(unit.kernel).kernel_module}", __package__)
+    module = importlib.import_module(f".{kernel_module(unit.kernel)}", __package__)
     return module.compile_kernel(unit, cute.compile, f"{compile_options(unit.target)} {extra_options}".rstrip())
 
 

@@ -112,3 +112,16 @@ def global_vector(matrix: cute.Tensor, row, column, count: int) -> cute.Tensor:
     element = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
     pointer = cute.make_ptr(matrix.element_type, element.toint(), cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def mma_m16n8k16(kind: str, a, b, c) -> tuple[Float32, ...]:
+    """a . b + c on tensor cores by one warp: a 16x16 and b 16x8 of ``kind`` ("bf16", "f16"), c and result 16x8 in FP32.
+
+    Operands are a lane's words as the PTX ISA lays them out for mma.m16n8k16: four of a, two of b, four sums.
+    """
+    return cute.arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )

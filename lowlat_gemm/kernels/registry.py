@@ -10,7 +10,7 @@ from typing import Any
 
 from ..arch import Arch
 from ..backends import BACKEND_NAMES
-from . import skinny, split_k
+from . import fused_a, skinny, split_k
 from .compile_cache import CompileUnit
 
 
@@ -24,6 +24,8 @@ class Backend:
     ``compile_unit(arch, n, k, m, config, residual=False)``: what must be compiled for it.
     ``kernel_module``: name of the module that holds the CuTe DSL code and ``compile_kernel``.
     ``batch_invariant``: whether a token's bits are the same for every M and config of this backend.
+    ``proven``: whether its GPU suite has passed on hardware. Until then it compiles and is tested, and the dispatcher
+    takes it for not built.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Backend:
     compile_unit: Callable[..., CompileUnit]
     kernel_module: str
     batch_invariant: bool
+    proven: bool
 
 
 _BACKENDS = {
@@ -42,6 +45,16 @@ _BACKENDS = {
         compile_unit=skinny.compile_unit,
         kernel_module="skinny_kernel",
         batch_invariant=False,
+        proven=True,
+    ),
+    fused_a.NAME: Backend(
+        name=fused_a.NAME,
+        parse_config=fused_a.parse_config,
+        why_not=fused_a.why_not,
+        compile_unit=fused_a.compile_unit,
+        kernel_module="fused_a_kernel",
+        batch_invariant=False,  # for one config it is, up to its 16 tokens
+        proven=False,
     ),
     split_k.NAME: Backend(
         name=split_k.NAME,
@@ -50,20 +63,27 @@ _BACKENDS = {
         compile_unit=split_k.compile_unit,
         kernel_module="split_k_sm90_kernel",
         batch_invariant=False,  # for one split it is; a plan that proves one split for every M will say so
+        proven=True,
     ),
 }
 
 
 def backend(name: str) -> Backend | None:
-    """The backend of that name, or None when this build does not have it yet. ValueError for an unknown name."""
+    """The backend of that name, or None when the dispatcher does not have it yet. ValueError for an unknown name."""
     if name not in BACKEND_NAMES:
         raise ValueError(f"unknown backend {name!r}: known are {', '.join(BACKEND_NAMES)}")
-    return _BACKENDS.get(name)
+    found = _BACKENDS.get(name)
+    return found if found is not None and found.proven else None
 
 
 def built_backends() -> tuple[str, ...]:
-    """Names of the backends in this build, in the closed set's order."""
-    return tuple(name for name in BACKEND_NAMES if name in _BACKENDS)
+    """Names of the backends that the dispatcher has, in the closed set's order."""
+    return tuple(name for name in BACKEND_NAMES if backend(name) is not None)
+
+
+def kernel_module(name: str) -> str:
+    """Name of the module with the CuTe DSL code of a kernel, proven or not. KeyError for one that is not there."""
+    return _BACKENDS[name].kernel_module
 
 
 #: Modules that compiling and launching needs, with the package that brings each.

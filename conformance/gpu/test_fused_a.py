@@ -1,0 +1,79 @@
+"""``fused_a`` before the dispatcher runs it: the public cells' shapes, tails, layouts, dtypes, late inputs, equal bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conformance.cases import FUSED_A_CONFIGS, table_cases
+from conformance.gpu.late_writer import compiled_late_writer
+from conformance.harness import CanaryOutput, operands, poisoned
+from lowlat_gemm.execute import COMPILE_CACHE, launch
+from lowlat_gemm.kernels.fused_a import FusedAConfig, compile_unit, why_not
+from lowlat_gemm.reference import parity
+
+SHAPES = [(100, 7168), (17, 1056), (8, 2048)]
+
+
+def _kernel(arch, n, k, m, config, **options):
+    problem = why_not(arch, n, k, m, config, residual=options.get("residual", False))
+    assert problem is None, f"N = {n}, K = {k}, M = {m}, {config}: {problem}"
+    return COMPILE_CACHE.get(compile_unit(arch, n, k, m, config, **options))
+
+
+def _check(arch, n, k, m, config, residual=False, dtype="bfloat16"):
+    where = f"{dtype} M = {m}, N = {n}, K = {k}, {config}"
+    compiled = _kernel(arch, n, k, m, config, residual=residual, dtype=dtype)
+    for kind in ("random", "integer"):
+        data = operands(n, k, kind, dtype=getattr(torch, dtype))
+        out = CanaryOutput(m, n, data.x.dtype, "cuda", pitch=n + 1)
+        added = poisoned(data.residual[:m], n + 3) if residual else None
+        # The slice of a packed projection that F_B really reads has such a pitch.
+        launch(compiled, poisoned(data.x[:m], k + 6160), poisoned(data.weight, k + 8), added, out.y)
+        assert out.problem() is None, f"{where}: {out.problem()}"
+        report = parity(out.y, data.reference(m, residual))
+        assert report.ok, f"{where} {kind}: {report}"
+        if kind == "integer":
+            assert torch.equal(out.y, data.reference(m, residual).value.to(out.y.dtype)), f"{where}: integers differ"
+
+
+def test_the_public_cells(arch):
+    for case in table_cases(arch):
+        if case.cell.backend == "fused_a":
+            _check(arch, case.n, case.k, case.m, FusedAConfig(), case.residual)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("config", FUSED_A_CONFIGS, ids=lambda config: ".".join(map(str, vars(config).values())))
+def test_tails_and_residual(arch, config, dtype):
+    for n, k in SHAPES:
+        for m in (1, 7, 8, 9, 16):
+            _check(arch, n, k, m, config, residual=True, dtype=dtype)
+
+
+def test_bits_do_not_depend_on_m_or_position(arch):
+    data = operands(2112, 7168, "random")
+    wanted = launch(_kernel(arch, 2112, 7168, 16, FusedAConfig()), data.x, data.weight)
+    for m in range(1, 17):
+        y = launch(_kernel(arch, 2112, 7168, m, FusedAConfig()), data.x[:m], data.weight)
+        assert torch.equal(y, wanted[:m]), f"M = {m}: {int((y != wanted[:m]).sum())} elements differ"
+    alone = _kernel(arch, 2112, 7168, 1, FusedAConfig())
+    for position in range(16):
+        assert torch.equal(launch(alone, data.x[position : position + 1], data.weight)[0], wanted[position]), position
+
+
+def test_waits_for_a_predecessor_that_triggers_early_and_writes_late(arch):
+    for n, k, m in ((1536, 128, 4), (2112, 7168, 12)):
+        compiled = _kernel(arch, n, k, m, FusedAConfig())
+        data = operands(n, k, "random")
+        sources = [data.x[i : i + m].contiguous() for i in (0, 16 - m)]
+        expected = [launch(compiled, source, data.weight) for source in sources]
+        words = [source.view(torch.int32).flatten() for source in sources]
+        writer, stream = compiled_late_writer(arch.compile_target), torch.cuda.current_stream().cuda_stream
+        x, y = torch.full_like(sources[0], float("nan")), torch.empty_like(expected[0])
+        different = torch.zeros((), dtype=torch.int64, device="cuda")
+        for i in range(200):
+            writer(words[i % 2], x.view(torch.int32).flatten(), 20_000, stream)
+            launch(compiled, x, data.weight, None, y)
+            different += (y != expected[i % 2]).sum()
+        assert int(different) == 0, f"{n}x{k}: {int(different)} elements saw an old x"

@@ -1,0 +1,86 @@
+"""The predicate and the config of ``fused_a``, and its operand mapping, modelled lane by lane."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.cases import table_cases
+from lowlat_gemm.arch import ARCHES, SM90
+from lowlat_gemm.kernels.fused_a import FusedAConfig, compile_unit, parse_config, resolved, why_not
+
+GOOD = FusedAConfig(1, 8, 1, 4)
+
+
+@pytest.mark.parametrize("arch", ARCHES, ids=str)
+def test_every_public_cell_is_servable(arch):
+    cells = [case for case in table_cases(arch) if case.cell.backend == "fused_a"]
+    assert cells
+    for case in cells:
+        problem = why_not(arch, case.n, case.k, case.m, parse_config(case.cell.config), residual=case.residual)
+        assert problem is None, f"{case}: {problem}"
+
+
+@pytest.mark.parametrize("k", [32, 64, 128, 160, 384, 1536, 7168])
+def test_a_config_left_to_the_shape_fits_it(k):
+    config = resolved(FusedAConfig(), k)
+    assert why_not(SM90, 1536, k, 16, config) is None and config.k_warps * config.unroll <= k // 32
+    assert compile_unit(SM90, 1536, k, 9, FusedAConfig()) == compile_unit(SM90, 8, k, 16, config)
+
+
+@pytest.mark.parametrize(
+    "shape, config, fragment",
+    [
+        ((1536, 7168, 0), GOOD, "M = 0"),
+        ((1536, 7168, 17), GOOD, "M = 17"),
+        ((1536, 7184, 1), GOOD, "multiple of 32"),
+        ((0, 7168, 1), GOOD, "N = 0"),
+        ((1536, 512, 1), GOOD, "has 16 blocks"),
+        ((1536, 7168, 1), replace(GOOD, row_warps=8), "more than 1024 threads"),
+        ((1536, 7168, 1), replace(GOOD, row_tiles=8), "registers a thread"),
+    ],
+)
+def test_each_refusal_by_an_input_of_its_own(shape, config, fragment):
+    n, k, m = shape
+    assert fragment in (why_not(SM90, n, k, m, config) or "served")
+
+
+@pytest.mark.parametrize("values", [{"row_warps": 1}, {**vars(GOOD), "tile": 1}, {**vars(GOOD), "unroll": 0}])
+def test_bad_mappings(values):
+    with pytest.raises(ValueError, match="fused_a config"):
+        parse_config(values)
+    assert parse_config({}) == FusedAConfig() and parse_config(vars(GOOD)) == GOOD
+
+
+def _mma(a, b):
+    """mma.m16n8k16 by the PTX ISA's fragment layout; a[lane][4], b[lane][2] words of two elements, result [lane][4]."""
+    A, B = torch.zeros(16, 16, dtype=torch.float64), torch.zeros(16, 8, dtype=torch.float64)
+    for lane in range(32):
+        g, q = lane // 4, lane % 4
+        for word, (row, k) in enumerate(((g, 2 * q), (g + 8, 2 * q), (g, 2 * q + 8), (g + 8, 2 * q + 8))):
+            A[row, k : k + 2] = a[lane][word]
+        for word, k in enumerate((2 * q, 2 * q + 8)):
+            B[k : k + 2, g] = b[lane][word]
+    D = A @ B
+    return [[D[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2] for i in range(4)] for lane in range(32)]
+
+
+def test_the_operand_words_of_a_block_give_its_product():
+    """What ``multiply_block`` hands to the tensor core, and where ``kernel`` looks for the sums, for one block of 32 K."""
+    w, x = torch.randn(16, 32, dtype=torch.float64), torch.randn(8, 32, dtype=torch.float64)
+    y = torch.zeros(8, 16, dtype=torch.float64)
+    for half in range(2):
+        a, b = [], []
+        for lane in range(32):
+            group_row, quad = lane // 4, lane % 4
+            words = {row: w[row, quad * 8 : quad * 8 + 8].view(4, 2) for row in (group_row, group_row + 8)}
+            upper, lower = words[group_row], words[group_row + 8]
+            token = x[group_row, quad * 8 : quad * 8 + 8].view(4, 2)
+            a.append((upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]))
+            b.append(token[2 * half : 2 * half + 2])
+        for lane, sums in enumerate(_mma(a, b)):
+            for q in range(4):
+                y[(lane % 4) * 2 + q % 2, (q // 2) * 8 + lane // 4] += sums[q]
+    assert torch.allclose(y, x @ w.T)

@@ -1,0 +1,122 @@
+"""``fused_a``: a tensor-core GEMM for up to 16 tokens that streams the weight from global memory into registers.
+
+mma.sync m16n8k16 with 16 weight rows and 8 tokens. K is permuted alike for both operands, so that a lane's 16 bytes of
+a row are its operand words of two products: nothing is staged in shared memory on the way in.
+
+    CTA    row_warps x k_warps warps
+    warp   16 * row_tiles rows; of K every k_warps-th block of 32; ``unroll`` blocks of weights in flight
+    last   partial sums of the k_warps are added in their order through shared memory
+
+The first blocks of weights are requested before the PDL wait. Bits do not depend on M: a token is a column of its own,
+and padding columns repeat the last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from ..arch import Arch
+from .compile_cache import CompileUnit
+
+NAME = "fused_a"
+MAX_TOKENS = 16
+#: K of a block: two products of 16, from 16 bytes a lane.
+K_BLOCK = 32
+ROW_TILE = 16
+TOKEN_GROUP = 8
+_WARP = 32
+_REGISTER_LIMIT = 255
+#: What ptxas takes besides; conformance/crosscompile holds the configs to it.
+REGISTER_MARGIN = 48
+
+
+@dataclass(frozen=True)
+class FusedAConfig:
+    """All zero: chosen by the shape (the public tables name the backend and no config)."""
+
+    row_warps: int = 0
+    k_warps: int = 0
+    row_tiles: int = 0
+    unroll: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a CTA."""
+        return self.row_warps * self.row_tiles * ROW_TILE
+
+    @property
+    def threads(self) -> int:
+        return self.row_warps * self.k_warps * _WARP
+
+
+@dataclass(frozen=True)
+class FusedASpec:
+    """What the compiled code depends on: no M but its groups of 8 tokens, no N, K, stride or pointer."""
+
+    config: FusedAConfig
+    token_groups: int
+    input_dtype: str = "bfloat16"
+    residual: bool = False
+
+
+def parse_config(values: Mapping[str, int]) -> FusedAConfig:
+    """A config from a table's mapping: empty, or all four entries. Raises ValueError naming what is wrong."""
+    known = [field.name for field in fields(FusedAConfig)]
+    if values and sorted(values) != sorted(known):
+        raise ValueError(f"fused_a config {dict(values)}: expected none or all of {known}")
+    bad = {key: value for key, value in values.items() if type(value) is not int or value < 1}
+    if bad:
+        raise ValueError(f"fused_a config {dict(values)}: expected positive integers, found {bad}")
+    return FusedAConfig(**values)
+
+
+def resolved(config: FusedAConfig, k: int) -> FusedAConfig:
+    """The config itself, or the one for ``k`` when it is left to the shape: a warp has four blocks at least."""
+    if config.row_warps:
+        return config
+    blocks = k // K_BLOCK
+    k_warps = next((warps for warps in (8, 4, 2) if blocks >= 4 * warps), 1)
+    return FusedAConfig(row_warps=max(1, 4 // k_warps), k_warps=k_warps, row_tiles=1, unroll=min(4, max(1, blocks // k_warps)))
+
+
+def registers(config: FusedAConfig, token_groups: int) -> int:
+    """32-bit registers that a thread keeps alive in the main loop, from the shape of the loop alone."""
+    accumulators = config.row_tiles * token_groups * 4
+    weights = config.unroll * config.row_tiles * 2 * 4
+    activations = config.unroll * token_groups * 4
+    return accumulators + weights + activations
+
+
+def shared_memory_bytes(config: FusedAConfig, token_groups: int) -> int:
+    """Bytes of shared memory of a CTA: the FP32 partial sums of every K warp."""
+    return config.k_warps * config.rows * token_groups * TOKEN_GROUP * 4
+
+
+def why_not(arch: Arch, n: int, k: int, m: int, config: FusedAConfig, *, residual: bool = False) -> str | None:
+    """The one predicate: why this backend cannot serve (arch, N, K, M, config), or None when it can."""
+    if not 1 <= m <= MAX_TOKENS:
+        return f"M = {m}: fused_a serves 1 to {MAX_TOKENS} tokens"
+    if n < 1 or k < K_BLOCK or k % K_BLOCK:
+        return f"N = {n}, K = {k}: expected a positive N and K a multiple of {K_BLOCK}"
+    config = resolved(config, k)
+    if config.k_warps * config.unroll > k // K_BLOCK:
+        return f"k_warps {config.k_warps} x unroll {config.unroll}: K = {k} has {k // K_BLOCK} blocks of {K_BLOCK}"
+    if config.threads > 1024:
+        return f"row_warps {config.row_warps} x k_warps {config.k_warps}: more than 1024 threads"
+    token_groups = -(-m // TOKEN_GROUP)
+    needed, limit = registers(config, token_groups) + REGISTER_MARGIN, min(_REGISTER_LIMIT, 65_536 // config.threads)
+    if needed > limit:
+        return f"needs about {needed} registers a thread, {limit} are there"
+    shared = shared_memory_bytes(config, token_groups)
+    if shared > arch.shared_memory_bytes:
+        return f"needs {shared} bytes of shared memory, {arch} has {arch.shared_memory_bytes}"
+    return None
+
+
+def compile_unit(
+    arch: Arch, n: int, k: int, m: int, config: FusedAConfig, *, residual: bool = False, dtype: str = "bfloat16"
+) -> CompileUnit:
+    """The unit of compilation that serves this config at up to 8, or 9 to 16, tokens. The predicate must have agreed."""
+    spec = FusedASpec(resolved(config, k), -(-m // TOKEN_GROUP), dtype, residual)
+    return CompileUnit(NAME, arch.compile_target, spec)
