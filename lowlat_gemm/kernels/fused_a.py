@@ -14,10 +14,11 @@ and padding columns repeat the last token.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ..arch import Arch
 from .compile_cache import CompileUnit
+from .config import config_from
 
 NAME = "fused_a"
 MAX_TOKENS = 16
@@ -62,13 +63,7 @@ class FusedASpec:
 
 def parse_config(values: Mapping[str, int]) -> FusedAConfig:
     """A config from a table's mapping: empty, or all four entries. Raises ValueError naming what is wrong."""
-    known = [field.name for field in fields(FusedAConfig)]
-    if values and sorted(values) != sorted(known):
-        raise ValueError(f"fused_a config {dict(values)}: expected none or all of {known}")
-    bad = {key: value for key, value in values.items() if type(value) is not int or value < 1}
-    if bad:
-        raise ValueError(f"fused_a config {dict(values)}: expected positive integers, found {bad}")
-    return FusedAConfig(**values)
+    return config_from(FusedAConfig, NAME, values, optional={}) if values else FusedAConfig()
 
 
 def resolved(config: FusedAConfig, k: int) -> FusedAConfig:

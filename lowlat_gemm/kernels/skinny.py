@@ -12,10 +12,11 @@ gives the same bits on every run. A plan with several configs over M is not batc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from ..arch import Arch
 from .compile_cache import CompileUnit
+from .config import config_from
 
 NAME = "skinny"
 MAX_TOKENS = 16
@@ -61,15 +62,7 @@ class SkinnySpec:
 
 def parse_config(values: Mapping[str, int]) -> SkinnyConfig:
     """A config from a table's mapping. Raises ValueError naming missing, unknown or non-positive entries."""
-    known = {field.name for field in fields(SkinnyConfig)}
-    unknown, missing = set(values) - known, known - {"static_k"} - set(values)
-    if unknown or missing:
-        raise ValueError(f"skinny config {dict(values)}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    given = {key: value for key, value in values.items() if not (key == "static_k" and value is None)}
-    bad = {key: value for key, value in given.items() if type(value) is not int or value <= 0}
-    if bad:
-        raise ValueError(f"skinny config {dict(values)}: expected positive integers, found {bad}")
-    return SkinnyConfig(**values)
+    return config_from(SkinnyConfig, NAME, values, optional={"static_k": 1})
 
 
 def registers(config: SkinnyConfig, tokens: int) -> int:

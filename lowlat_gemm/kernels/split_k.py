@@ -10,18 +10,19 @@ Then each rank sends its partial sums to the rank that owns the token columns (s
 adds them in rank order, adds the residual, rounds once and stores. K slices are cut in units of 128, the tail included,
 by the split alone. So a token's bits depend on the split and on nothing else: not on M, its position, or the tile.
 
-Why each parameter is there (measured by a spike on an H200, 2026-11-30, not yet by this project's own records):
-``prefetch`` and ``trigger`` keep the next kernel's weight loads from competing with this one's last; up to about
-115,000 bytes of shared memory a CTA let two kernels share an SM; a token ring of its own pays at 64 columns.
+What the parameters are for (a spike's findings on an H200; no record of this project stands behind them yet):
+``prefetch`` and ``trigger`` keep the next kernel's weight loads from competing with this one's last; a CTA that takes
+less than half an SM's shared memory lets two kernels share it; a token ring of its own pays at 64 columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from ..arch import SM90, Arch
 from .compile_cache import CompileUnit
+from .config import config_from
 
 NAME = "split_k"
 #: K slices are cut in this unit, whatever the stage: it decides the order of additions, so it is fixed.
@@ -32,7 +33,6 @@ K_BLOCK = 64
 WARPGROUP_ROWS = 64
 TOKEN_COLUMNS = (8, 16, 32, 64)
 MAX_SPLIT = 8
-_OPTIONAL = ("k_blocks", "prefetch", "trigger", "token_stages")
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,8 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def parse_config(values: Mapping[str, int]) -> SplitKConfig:
     """A config from a table's mapping. Raises ValueError naming missing, unknown or wrong entries."""
-    known = {field.name for field in fields(SplitKConfig)}
-    unknown, missing = set(values) - known, known - set(_OPTIONAL) - set(values)
-    if unknown or missing:
-        raise ValueError(f"split_k config {dict(values)}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    least = {key: 0 if key in _OPTIONAL else 1 for key in values}
-    bad = {key: value for key, value in values.items() if type(value) is not int or value < least[key]}
-    if bad:
-        raise ValueError(f"split_k config {dict(values)}: expected integers, positive where required, found {bad}")
-    return SplitKConfig(**values)
+    optional = {"k_blocks": 1, "prefetch": 0, "trigger": 0, "token_stages": 0}
+    return config_from(SplitKConfig, NAME, values, optional)
 
 
 def landing_words(config: SplitKConfig) -> int:
