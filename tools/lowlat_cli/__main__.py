@@ -1,4 +1,4 @@
-"""``lowlat``: doctor, plan, explain, check, bench.
+"""``lowlat``: doctor, plan, explain, check, bench, sweep.
 
 Exit codes: 0 it is as it should be; 1 it is not (what, is in the output); 2 the request could not be carried out.
 """
@@ -22,7 +22,7 @@ except ImportError as error:
     sys.exit(2)
 
 from lowlat_cli import show
-from lowlat_cli.record import command_line, make_bench_record, make_record, render, write_record
+from lowlat_cli.record import command_line, make_bench_record, make_record, make_sweep_record, render, write_record
 from lowlat_gemm.arch import ARCHES, Arch, parse_arch
 from lowlat_gemm.dispatch import explain as explain_decision
 from lowlat_gemm.kernels.compile_cache import CompileError
@@ -42,6 +42,10 @@ ERR = Console(stderr=True)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ModelOption = Annotated[str, typer.Option(help="Model family, such as kimi_k3.")]
+TpOption = Annotated[list[int], typer.Option(help="Tensor-parallel sizes; may be given again.")]
+ShapeOption = Annotated[Optional[list[str]], typer.Option(help="NxK instead of a model's; may be given again.")]
+TokensOption = Annotated[str, typer.Option(help="Token counts, such as 1,2,4-8.")]
+RecordOption = Annotated[Optional[Path], typer.Option(help="Write the JSON record of the run to this file.")]
 ArchOption = Annotated[Optional[str], typer.Option(help="GPU generation: sm90, sm100, sm103 or sm107.")]
 
 
@@ -118,10 +122,10 @@ def explain(
 @app.command()
 def check(
     model: ModelOption = "kimi_k3",
-    tp: Annotated[list[int], typer.Option(help="Tensor-parallel sizes; may be given again.")] = [4, 8, 16],
+    tp: TpOption = [4, 8, 16],
     arch: ArchOption = None,
     require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Fail unless cells run on a GPU.")] = False,
-    record: Annotated[Optional[Path], typer.Option(help="Write the JSON record of the run to this file.")] = None,
+    record: RecordOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """The main job: a model's projections through the dispatcher, every cell judged against FP64."""
@@ -159,27 +163,18 @@ def check(
 @app.command()
 def bench(
     model: ModelOption = "kimi_k3",
-    tp: Annotated[list[int], typer.Option(help="Tensor-parallel sizes; may be given again.")] = [8],
-    shape: Annotated[Optional[list[str]], typer.Option(help="NxK instead of a model's; may be given again.")] = None,
-    tokens: Annotated[str, typer.Option(help="Token counts, such as 1,2,4-8.")] = "1-4,8,16",
-    record: Annotated[Optional[Path], typer.Option(help="Write the JSON record of the run to this file.")] = None,
+    tp: TpOption = [8],
+    shape: ShapeOption = None,
+    tokens: TokensOption = "1-4,8,16",
+    record: RecordOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Our kernels, cuBLAS and the streaming floor on cold weights. Needs a GPU; exit code 1 for a wrong result."""
-    from lowlat_cli import checking, parsing
-
-    gpu, why_no_gpu = _gpu_for(None)
-    if gpu is None:
-        raise CannotRun(why_no_gpu)
-    _need_kernel_packages()
-    _need_writable(record)
+    gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
     from lowlat_cli.bench import BenchError, run_bench
 
-    counts = parsing.tokens(tokens)
-    shapes = checking.model_shapes(model, tp) if not shape else [parsing.shape(text) for text in shape]
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
-    title = "bench " + (", ".join(shape) if shape else f"{model} tp {', '.join(map(str, tp))}")
-    with show.progress(ERR, title, sum(one.elements for one in shapes)) as report:
+    with show.progress(ERR, f"bench {title}", sum(one.elements for one in shapes)) as report:
         try:
             cells = run_bench(shapes, counts, gpu, report)
         except BenchError as error:
@@ -192,6 +187,47 @@ def bench(
         print(render(result), end="")
     else:
         show.bench(OUT, cells, result["geometric_means"], gpu)
+
+
+@app.command()
+def sweep(
+    model: ModelOption = "kimi_k3",
+    tp: TpOption = [8],
+    shape: ShapeOption = None,
+    tokens: TokensOption = "1,8,16,32,64",
+    most: Annotated[int, typer.Option(help="Tilings tried for a cell, each with its variants.")] = 8,
+    record: RecordOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """The split_k configs worth trying, timed side by side. Needs a GPU; exit code 1 when one computed something wrong."""
+    gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
+    from lowlat_cli.sweep import run_sweep
+
+    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+    with show.progress(ERR, f"sweep {title}", sum(one.elements for one in shapes)) as report:
+        cells = run_sweep(shapes, counts, gpu, most, report)
+    result = make_sweep_record(command_line("lowlat", sys.argv[1:]), cells, gpu, started, time.monotonic() - clock)
+    if record is not None:
+        write_record(result, record)
+    if as_json:
+        print(render(result), end="")
+    else:
+        show.sweep(OUT, cells, result["geometric_means"], gpu)
+    raise typer.Exit(1 if any(cell.wrong for cell in cells) else 0)
+
+
+def _timing_request(model: str, tp: list[int], shape: list[str] | None, tokens: str, record: Path | None):
+    """What bench and sweep are asked for: the GPU, shapes, token counts and a title. CannotRun where they cannot."""
+    from lowlat_cli import checking, parsing
+
+    gpu, why_no_gpu = _gpu_for(None)
+    if gpu is None:
+        raise CannotRun(why_no_gpu)
+    _need_kernel_packages()
+    _need_writable(record)
+    counts = parsing.tokens(tokens)
+    shapes = [parsing.shape(text) for text in shape] if shape else checking.model_shapes(model, tp)
+    return gpu, shapes, counts, ", ".join(shape) if shape else f"{model} tp {', '.join(map(str, tp))}"
 
 
 def _need_kernel_packages() -> None:

@@ -8,6 +8,7 @@ import enum
 import json
 import math
 import os
+import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,6 +69,16 @@ def make_bench_record(command: str, cells: list, gpu, started: datetime.datetime
     from .bench import geometric_means
 
     means = {str(m): values for m, values in geometric_means(cells).items()}
+    rows = [cell.to_json() for cell in cells]
+    return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
+
+
+def make_sweep_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of a sweep; ``cells``: of ``sweep.SweepCell``. Means: the best of each cell over the floor, by M."""
+    by_m: dict[str, list[float]] = {}
+    for cell in cells:
+        by_m.setdefault(str(cell.m), []).append(cell.over_floor)
+    means = {m: {"over_floor": round(statistics.geometric_mean(v), 4), "cells": len(v)} for m, v in by_m.items()}
     rows = [cell.to_json() for cell in cells]
     return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
 
