@@ -11,7 +11,7 @@ from conformance.cases import SPLIT_K_CONFIGS as CONFIGS
 from conformance.machine_code import read_cubin
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels.compiling import compile_now
-from lowlat_gemm.kernels.split_k import compile_unit, shared_memory_bytes
+from lowlat_gemm.kernels.split_k import HOLD_POINTS, compile_unit, shared_memory_bytes
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
@@ -30,3 +30,17 @@ def test_compiles_without_spills_and_fits(config, residual, arch):
     assert code.sass.count("HGMMA") == multiplies, f"{config}: {code.sass.count('HGMMA')} wgmmas, expected {multiplies}"
     # Two waits in all: inside the loop for the stage before, after it for the last. More means ptxas serialised them.
     assert code.sass.count("WARPGROUP.DEPBAR") == 2, f"{config}: ptxas waits between wgmmas"
+
+
+@pytest.mark.parametrize("point", HOLD_POINTS)
+def test_each_hold_point_is_in_the_test_build_and_only_there(point, arch):
+    """The spin reads the global timer: once in a held build, never in the one that is served."""
+    if arch != SM90:
+        return
+    found = []
+    for hold in (None, (point, 1)):
+        unit = compile_unit(SM90, 1536, 7168, 1, CONFIGS[0], hold=hold)
+        with tempfile.TemporaryDirectory() as folder:
+            compile_now(unit, f"--keep-ptx --dump-dir={folder}")
+            found.append(next(Path(folder).glob("*.ptx")).read_text().count("globaltimer"))
+    assert found[0] == 0 and found[1] > 0, f"{point}: {found}"

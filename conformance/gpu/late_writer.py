@@ -31,9 +31,7 @@ class LateWriter:
         device.let_next_kernel_start()
         # Its own predecessor may still read dst.
         device.wait_for_previous_kernel()
-        begin = Int64(cute.arch.globaltimer())
-        while Int64(cute.arch.globaltimer()) - begin < delay:
-            pass
+        device.hold(delay)
         index = block * THREADS + thread
         if index < cute.size(dst):
             dst[index] = src[index]

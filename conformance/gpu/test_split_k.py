@@ -10,11 +10,12 @@ from conformance.cases import SPLIT_K_CONFIGS as CONFIGS
 from conformance.gpu.late_writer import compiled_late_writer
 from conformance.harness import CanaryOutput, operands, poisoned
 from lowlat_gemm.execute import COMPILE_CACHE, launch
-from lowlat_gemm.kernels.split_k import SplitKConfig, compile_unit, why_not
+from lowlat_gemm.kernels.split_k import HOLD_POINTS, SplitKConfig, compile_unit, why_not
 from lowlat_gemm.reference import parity
 
 #: N that tiles do not divide, 16-byte words do not divide; K with every kind of tail, and shorter than the ring.
 SHAPES = [(1536, 7168), (100, 1032), (17, 1024), (264, 1096), (2304, 1536)]
+HELD_LAUNCHES = 100_000
 TOKENS = (1, 7, 8, 9, 16, 31, 33, 64, 65, 130)
 
 
@@ -106,6 +107,27 @@ def test_back_to_back_launches_with_late_inputs(arch, config):
         if i % 50 > 47:
             different += (y != expected[i % 2]).sum()
     assert int(different) == 0, f"{config}: {int(different)} elements differ"
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("point", HOLD_POINTS)
+def test_a_rank_that_is_held_back_changes_nothing(arch, point, rank):
+    """10^5 launches in a row with one rank late at one synchronisation point: no hang, no failure, the same bits."""
+    n, k, m, config = 512, 1536, 16, SplitKConfig(64, 16, 4, 4)
+    data = operands(n, k, "random", tokens=32)
+    expected = [launch(_kernel(arch, n, k, config), data.x[i : i + m], data.weight) for i in (0, 16)]
+    held = _kernel(arch, n, k, config, hold=(point, rank))
+    y, different = torch.empty_like(expected[0]), torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    launch(held, data.x[:m], data.weight, None, y)
+    with torch.cuda.graph(graph):
+        for i in range(100):
+            launch(held, data.x[16 * (i % 2) : 16 * (i % 2) + m], data.weight, None, y)
+    for _ in range(HELD_LAUNCHES // 100):
+        y.fill_(float("nan"))
+        graph.replay()
+        different += (y != expected[1]).sum()
+    assert int(different) == 0, f"{point} of rank {rank}: {int(different)} elements differ"
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3], CONFIGS[8]], ids=lambda config: str(config.split))

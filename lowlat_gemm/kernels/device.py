@@ -94,6 +94,14 @@ def sum_over_warp(values: list[Float32], lane: Int32) -> list[tuple[Float32, Int
     return held
 
 
+@cute.jit
+def hold(nanoseconds: Int64):
+    """Spins for ``nanoseconds``: what tests hold a warp back with."""
+    begin = Int64(cute.arch.globaltimer())
+    while Int64(cute.arch.globaltimer()) - begin < nanoseconds:
+        pass
+
+
 def wait_for_cluster_data(barrier, phase) -> None:
     """Waits for ``phase`` of an mbarrier on which peers' ``st.async`` complete, and makes their data visible.
 

@@ -93,7 +93,13 @@ class SplitKSpec:
     input_dtype: str = "bfloat16"
     output_dtype: str = "bfloat16"
     residual: bool = False
+    #: (point of ``HOLD_POINTS``, rank) where tests hold the warps of one rank back; None in what is served.
+    hold: tuple[str, int] | None = None
 
+
+#: Where one rank may be held back, in the order of the code: what goes wrong without a wait goes wrong there.
+HOLD_POINTS = ("before_barriers", "weights", "tokens", "multiply", "send", "add", "store", "exit")
+HOLD_NS = 3_000
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -172,7 +178,8 @@ def compile_unit(
     residual: bool = False,
     dtype: str = "bfloat16",
     output_dtype: str | None = None,
+    hold: tuple[str, int] | None = None,
 ) -> CompileUnit:
     """The unit of compilation that serves this config, for every M, N and K. The predicate must have agreed."""
     explicit = replace(config, prefetch=config.early_stages)
-    return CompileUnit(NAME, arch.compile_target, SplitKSpec(explicit, dtype, output_dtype or dtype, residual))
+    return CompileUnit(NAME, arch.compile_target, SplitKSpec(explicit, dtype, output_dtype or dtype, residual, hold))
