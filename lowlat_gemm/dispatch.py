@@ -10,7 +10,7 @@ import functools
 import logging
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import settings as settings_module
@@ -44,18 +44,25 @@ class Plan:
     """The static part of dispatch for one local (N, K) on one generation.
 
     ``entries`` and ``residual_entries`` hold every cell of the table row by M, refused ones included.
-    ``batch_invariant``: one kernel with one order of accumulation serves every M.
+    ``invariant``: whether, without and with residual, one kernel with one order of accumulation serves every M of the
+    row. ``every_m``: batch-invariant mode, in which such a row serves every other M as well, the large ones too.
     """
 
     arch: Arch
     table: Table
     spec: ProjectionSpec
-    batch_invariant: bool
+    invariant: tuple[bool, bool]
+    every_m: bool
     entries: Mapping[int, PlanEntry]
     residual_entries: Mapping[int, PlanEntry]
 
     def entry(self, m: int, residual: bool) -> PlanEntry | None:
-        return (self.residual_entries if residual else self.entries).get(m)
+        """The entry that serves ``m`` tokens; in batch-invariant mode also one that the table names for another M."""
+        entries = self.residual_entries if residual else self.entries
+        found = entries.get(m)
+        if found is None and self.every_m and self.invariant[residual] and m >= 1:
+            found = entries[min((other for other in entries if other > m), default=max(entries))]
+        return found
 
     def units(self, *, residual: bool = True) -> list[CompileUnit]:
         """Everything that the plan can launch, each once; without ``residual``, leaving out that epilogue."""
@@ -180,8 +187,6 @@ def _plan_entry(arch: Arch, spec: ProjectionSpec, m: int, residual: bool, cell: 
     if problem is not None:
         _warn_once(f"table row {spec.n}x{spec.k} for {arch}, M = {m}: {problem}; it falls back")
         return refused(Reason.CONFIG, problem)
-    if settings.batch_invariant and not implementation.batch_invariant:
-        return refused(Reason.BATCH_INVARIANT, f"{cell.backend} adds in an order that depends on M")
     unit = implementation.compile_unit(arch, spec.n, spec.k, m, config, residual=residual)
     return PlanEntry(m, residual, cell, config, unit)
 
@@ -201,8 +206,28 @@ def _plan(arch: Arch, n: int, k: int, names: tuple[str, ...], settings: Settings
         {m: _plan_entry(arch, spec, m, residual, cell, settings) for m, cell in sorted(cells.items())}
         for residual, cells in ((False, spec.cells), (True, spec.residual_cells))
     ]
-    # Served by one kernel for every M, the large ones too, or not at all: no backend of this build does so.
-    return Plan(arch, table, spec, False, *by_residual)
+    invariant = tuple(map(_is_invariant, by_residual))
+    if settings.batch_invariant:
+        # Served by one kernel for every M, the large ones too, or declined whole: never a mix.
+        for entries, whole in zip(by_residual, invariant):
+            if not whole:
+                entries.update({m: _declined(entry) for m, entry in entries.items()})
+    return Plan(arch, table, spec, invariant, settings.batch_invariant, *by_residual)
+
+
+def _is_invariant(entries: Mapping[int, PlanEntry]) -> bool:
+    """Whether all entries run, and add in one order that does not depend on M."""
+    orders = {
+        None if entry.refusal is not None else backend(entry.cell.backend).invariance(entry.config)
+        for entry in entries.values()
+    }
+    return len(orders) == 1 and None not in orders
+
+
+def _declined(entry: PlanEntry) -> PlanEntry:
+    """The entry as batch-invariant mode has it in a row that is not: refused, for its own reason if it has one."""
+    reason = Refusal(Reason.BATCH_INVARIANT, "the row's kernels do not add in one order at every M")
+    return entry if entry.refusal is not None else replace(entry, unit=None, refusal=reason)
 
 
 def plan_for(arch: Arch, n: int, k: int, names: tuple[str, ...] | None = None) -> Plan | None:
@@ -298,7 +323,7 @@ def explain(
         backend=entry.cell.backend,
         config=entry.cell.config,
         provenance=entry.cell.provenance,
-        batch_invariant=plan.batch_invariant,
+        batch_invariant=plan.invariant[has_residual],
     )
 
 

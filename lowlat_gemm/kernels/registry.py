@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ class Backend:
     tests call; None when it can serve.
     ``compile_unit(arch, n, k, m, config, residual=False)``: what must be compiled for it.
     ``kernel_module``: name of the module that holds the CuTe DSL code and ``compile_kernel``.
-    ``batch_invariant``: whether a token's bits are the same for every M and config of this backend.
+    ``invariance(config)``: what a token's bits depend on besides its own row. Two configs of equal answers give equal
+    bits at every M, however large; None: the bits, or whether it can serve, depend on M.
     ``proven``: whether its GPU suite has passed on hardware. Until then it compiles and is tested, and the dispatcher
     takes it for not built.
     """
@@ -33,7 +34,7 @@ class Backend:
     why_not: Callable[..., str | None]
     compile_unit: Callable[..., CompileUnit]
     kernel_module: str
-    batch_invariant: bool
+    invariance: Callable[[Any], Hashable | None]
     proven: bool
 
 
@@ -44,7 +45,7 @@ _BACKENDS = {
         why_not=skinny.why_not,
         compile_unit=skinny.compile_unit,
         kernel_module="skinny_kernel",
-        batch_invariant=False,
+        invariance=lambda config: None,
         proven=True,
     ),
     fused_a.NAME: Backend(
@@ -53,7 +54,7 @@ _BACKENDS = {
         why_not=fused_a.why_not,
         compile_unit=fused_a.compile_unit,
         kernel_module="fused_a_kernel",
-        batch_invariant=False,  # for one config it is, up to its 16 tokens
+        invariance=lambda config: None,  # one config gives the same bits up to 16 tokens, and serves no more
         proven=False,
     ),
     split_k.NAME: Backend(
@@ -62,7 +63,7 @@ _BACKENDS = {
         why_not=split_k.why_not,
         compile_unit=split_k.compile_unit,
         kernel_module="split_k_sm90_kernel",
-        batch_invariant=False,  # for one split it is; a plan that proves one split for every M will say so
+        invariance=lambda config: (split_k.NAME, config.split),
         proven=True,
     ),
 }
