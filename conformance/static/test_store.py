@@ -264,3 +264,29 @@ def test_no_process_to_be_had_means_compiling_here(objects, compiles, monkeypatc
     units = [replace(UNIT, spec=str(i)) for i in range(4)]
     assert compiling.make_all(units, cache, objects, processes=2) == {}
     assert len(compiles) == 4 and "no compile process" in caplog.text
+
+
+def test_a_compiler_without_metadata_has_no_disk_cache(monkeypatch, tmp_path):
+    """No telling when an object is stale: a copied compiler has no version to put into the key."""
+    compiling.store_in.cache_clear()
+    assert compiling.store_in(str(tmp_path)) is not None or not store.toolchain()
+    monkeypatch.setattr(compiling, "toolchain", lambda: ())
+    compiling.store_in.cache_clear()
+    assert compiling.store_in(str(tmp_path)) is None
+    compiling.store_in.cache_clear()
+
+
+def test_a_file_system_without_locks_is_no_lock_and_no_wait(objects, compiles, monkeypatch):
+    def unsupported(*args):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(store.fcntl, "flock", unsupported)
+    with objects.lock("key", timeout_s=60) as held:
+        assert held is False
+    assert compiling.make(UNIT, objects).compiled, "without a lock the kernel is made all the same"
+
+
+def test_the_folder_is_the_users_own(tmp_path):
+    """Its objects are executed: nobody else may write them."""
+    ObjectStore.open(tmp_path / "cache")
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0

@@ -142,3 +142,12 @@ def test_export_has_the_framework_gemm(monkeypatch):
     with torch.no_grad():
         exported = torch.export.export(module, (x,)).module()(x)
     assert same_bits(exported, F.linear(x, module[0].weight)) and fake.calls == []
+
+
+def test_a_copy_takes_no_plan_along(gpu, module):
+    """A plan belongs to the GPU of its process."""
+    module(bf16(2, K))
+    assert module._lowlat_resolved is not None
+    assert "_lowlat_resolved" not in module.__getstate__() and copy.deepcopy(module)._lowlat_resolved is None
+    disable_low_latency_gemm(module)
+    assert not [name for name in module.__dict__ if "lowlat" in name]
