@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.seed import SEED
 from conformance.sharding import shard_from
 from lowlat_cli.environment import find_gpus
 from lowlat_cli.record import CellResult, Status, command_line, counts, make_record, write_record
@@ -118,7 +119,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     started, clock = config.stash[_STARTED]
     command = command_line("python -m pytest", sys.argv[1:])
     seconds = time.monotonic() - clock
-    write_record(make_record(command, config.stash[_CELLS], gpus[0] if gpus else None, started, seconds), path)
+    gpu = gpus[0] if gpus else None
+    write_record(make_record(command, config.stash[_CELLS], gpu, started, seconds, SEED), path)
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

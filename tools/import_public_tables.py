@@ -42,7 +42,7 @@ DEVICES = {
         132,
         "HBM3e",
         4814,
-        "read from an H200 by `lowlat doctor` (hw_matrix/records): 132 SMs; 2 x memory clock x bus width",
+        "machine.gpu of hw_matrix/records/sm90/h200-check.json: 132 SMs; 2 x memory clock x bus width",
     ),
     "sm100": (
         "B200",

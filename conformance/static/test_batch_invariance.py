@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from conformance.fakes import clean_settings, fake_table, use_table  # noqa: F401
 from lowlat_gemm import explain, plan_for, settings
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.dispatch import entry_refusal
+from lowlat_gemm.kernels import registry
 from lowlat_gemm.operands import Reason
 
-pytestmark = pytest.mark.usefixtures("clean_settings")
+pytestmark = pytest.mark.usefixtures("clean_settings", "split_k_proven")
+
+
+@pytest.fixture
+def split_k_proven(monkeypatch):
+    """The dispatcher as it is once split_k's run is recorded."""
+    monkeypatch.setitem(registry._BACKENDS, "split_k", replace(registry._BACKENDS["split_k"], proven=True))
+
 
 N, K = 64, 1024
 SKINNY = ("skinny", {"block_size": 64, "outputs_per_block": 2, "k_unroll": 1, "vector_width": 8})
@@ -73,3 +83,10 @@ def test_the_residual_epilogue_is_judged_by_itself(monkeypatch):
     plan = plan_for(SM90, N, K)
     assert plan.invariant == (True, False)
     assert entry_refusal(plan, 5, False) is None and entry_refusal(plan, 1, True).reason is Reason.BATCH_INVARIANT
+
+
+def test_what_is_not_proven_is_not_dispatched(monkeypatch):
+    monkeypatch.setitem(registry._BACKENDS, "split_k", replace(registry._BACKENDS["split_k"], proven=False))
+    use_table(monkeypatch, fake_table(ONE_SPLIT, n=N, k=K))
+    plan = plan_for(SM90, N, K)
+    assert plan.units() == [] and entry_refusal(plan, 1, False).reason is Reason.BACKEND_NOT_BUILT

@@ -182,3 +182,13 @@ def test_residual_cells_are_run_with_their_residual(lowlat, on_gpu, monkeypatch,
     cells = [cell for cell in json.loads(out)["cells"] if cell["residual"] and cell["backend"]]
     assert [cell["m"] for cell in cells] == [1, 2, 3, 4]
     assert {cell["status"] for cell in cells} == {"failed" if lost else "kernel"} and code == int(lost)
+
+
+def test_operands_are_fresh_and_a_run_can_be_repeated(lowlat, small, no_gpu):
+    def run(*arguments):
+        found = json.loads(lowlat("check", "--arch", "sm90", "--json", *arguments)[1])
+        return found["seed"], [cell["worst_ulps"] for cell in found["cells"]]
+
+    first, second = run(), run()
+    assert first[0] != second[0] and first[1] != second[1]
+    assert run("--seed", first[0]) == first

@@ -25,8 +25,8 @@ class Backend:
     ``kernel_module``: name of the module that holds the CuTe DSL code and ``compile_kernel``.
     ``invariance(config)``: what a token's bits depend on besides its own row. Two configs of equal answers give equal
     bits at every M, however large; None: the bits, or whether it can serve, depend on M.
-    ``proven``: whether its GPU suite has passed on hardware. Until then it compiles and is tested, and the dispatcher
-    takes it for not built.
+    ``proven``: whether hw_matrix/records shows its cells right on hardware and nothing open against it. Until then it
+    compiles and is tested, and the dispatcher takes it for not built.
     """
 
     name: str
@@ -38,34 +38,19 @@ class Backend:
     proven: bool
 
 
+def _backend(host, code: str, *, invariance: Callable[[Any], Hashable | None], proven: bool) -> Backend:
+    """The backend of a kernel's host-side module ``host``, whose CuTe DSL code is in the module ``code``."""
+    return Backend(host.NAME, host.parse_config, host.why_not, host.compile_unit, code, invariance, proven)
+
+
 _BACKENDS = {
-    skinny.NAME: Backend(
-        name=skinny.NAME,
-        parse_config=skinny.parse_config,
-        why_not=skinny.why_not,
-        compile_unit=skinny.compile_unit,
-        kernel_module="skinny_kernel",
-        invariance=lambda config: None,
-        proven=True,
-    ),
-    fused_a.NAME: Backend(
-        name=fused_a.NAME,
-        parse_config=fused_a.parse_config,
-        why_not=fused_a.why_not,
-        compile_unit=fused_a.compile_unit,
-        kernel_module="fused_a_kernel",
-        invariance=lambda config: None,  # one config gives the same bits up to 16 tokens, and serves no more
-        proven=False,
-    ),
-    split_k.NAME: Backend(
-        name=split_k.NAME,
-        parse_config=split_k.parse_config,
-        why_not=split_k.why_not,
-        compile_unit=split_k.compile_unit,
-        kernel_module="split_k_sm90_kernel",
-        invariance=lambda config: (split_k.NAME, config.split),
-        proven=True,
-    ),
+    made.name: made
+    for made in (
+        _backend(skinny, "skinny_kernel", invariance=lambda config: None, proven=True),
+        # One config gives the same bits up to 16 tokens, and serves no more.
+        _backend(fused_a, "fused_a_kernel", invariance=lambda config: None, proven=False),
+        _backend(split_k, "split_k_sm90_kernel", invariance=lambda config: (split_k.NAME, config.split), proven=False),
+    )
 }
 
 

@@ -1,4 +1,4 @@
-"""``skinny``: a dot-product GEMM on CUDA cores for a few tokens; it wins where one token reads each weight once.
+"""``skinny``: a dot-product GEMM on CUDA cores for a few tokens, each weight read once for all of them.
 
 A CTA owns ``outputs_per_block`` rows of the weight and streams them past all M tokens:
 

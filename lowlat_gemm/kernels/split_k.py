@@ -10,9 +10,9 @@ Then each rank sends its partial sums to the rank that owns the token columns (s
 adds them in rank order, adds the residual, rounds once and stores. K slices are cut in units of 128, the tail included,
 by the split alone. So a token's bits depend on the split and on nothing else: not on M, its position, or the tile.
 
-What the parameters are for (a spike's findings on an H200; no record of this project stands behind them yet):
-``prefetch`` and ``trigger`` keep the next kernel's weight loads from competing with this one's last; a CTA that takes
-less than half an SM's shared memory lets two kernels share it; a token ring of its own pays at 64 columns.
+``prefetch`` and ``trigger`` bound how far the weight loads of two neighbouring kernels compete; a CTA that takes less
+than half an SM's shared memory leaves room for one of the next kernel; ``token_stages`` gives wide token tiles a ring of
+their own, so that they do not shorten the weight's.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import datetime
 import importlib.util
 import json
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -124,6 +125,7 @@ def check(
     model: ModelOption = "kimi_k3",
     tp: TpOption = [4, 8, 16],
     arch: ArchOption = None,
+    seed: Annotated[Optional[int], typer.Option(help="Seed of the random operands; a fresh one by default.")] = None,
     require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Fail unless cells run on a GPU.")] = False,
     record: RecordOption = None,
     as_json: JsonFlag = False,
@@ -143,11 +145,12 @@ def check(
     for one in arches:
         load_table(model, one)  # a missing or broken table is said before anything long begins
     _need_writable(record)
+    seed = secrets.randbits(31) if seed is None else seed
     shapes = checking.model_shapes(model, tp)
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
     with show.progress(ERR, f"{model} tp {', '.join(map(str, tp))}", sum(shape.elements for shape in shapes)) as report:
-        cells = checking.run_check(shapes, arches, gpu, report)
-    result = make_record(command_line("lowlat", sys.argv[1:]), cells, gpu, started, time.monotonic() - clock)
+        cells = checking.run_check(shapes, arches, gpu, seed, report)
+    result = make_record(command_line("lowlat", sys.argv[1:]), cells, gpu, started, time.monotonic() - clock, seed)
     if record is not None:
         write_record(result, record)
     if as_json:

@@ -134,9 +134,12 @@ class _ShapeCheck:
 
 
 def check_shape(
-    shape: Shape, arches: Sequence[Arch], gpu: Gpu | None, tokens: Sequence[int] = TOKENS, seed: int = 0
+    shape: Shape, arches: Sequence[Arch], gpu: Gpu | None, seed: int, tokens: Sequence[int] = TOKENS
 ) -> list[CellResult]:
-    """Every cell of one shape on ``arches``; with ``gpu``, whose generation ``arches`` must be, on that device."""
+    """Every cell of one shape on ``arches``; with ``gpu``, whose generation ``arches`` must be, on that device.
+
+    ``seed``: of the random operands.
+    """
     check = _ShapeCheck(shape, tokens, gpu, seed)
     cells = [check.cell(arch, m, residual) for arch in arches for residual in (False, True) for m in tokens]
     return [cell for cell in cells if cell is not None]
@@ -146,6 +149,7 @@ def run_check(
     shapes: Sequence[Shape],
     arches: Sequence[Arch],
     gpu: Gpu | None,
+    seed: int,
     progress: Callable[[Shape, int], None] = lambda shape, done: None,
 ) -> list[CellResult]:
     """``check_shape`` over ``shapes``; ``progress`` is told before each and how many elements are behind."""
@@ -155,7 +159,7 @@ def run_check(
             _compile_ahead(shapes, gpu)
         for shape in shapes:
             progress(shape, done)
-            results += check_shape(shape, arches, gpu)
+            results += check_shape(shape, arches, gpu, seed)
             done += shape.elements
     return results
 

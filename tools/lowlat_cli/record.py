@@ -58,10 +58,12 @@ def counts(cells: list[CellResult]) -> dict[str, int]:
     return {status.value: found[status] for status in Status}
 
 
-def make_record(command: str, cells: list[CellResult], gpu, started: datetime.datetime, seconds: float) -> dict:
-    """The record of a run, as plain JSON values."""
+def make_record(
+    command: str, cells: list[CellResult], gpu, started: datetime.datetime, seconds: float, seed: int
+) -> dict:
+    """The record of a run, as plain JSON values. ``seed``: of its random operands, to repeat it."""
     rows = [asdict(cell) | {"status": cell.status.value, "worst_ulps": _finite(cell.worst_ulps)} for cell in cells]
-    return _head(command, gpu, started, seconds) | {"counts": counts(cells), "cells": rows}
+    return _head(command, gpu, started, seconds) | {"seed": seed, "counts": counts(cells), "cells": rows}
 
 
 def make_bench_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:

@@ -36,7 +36,7 @@ LEAST_FILL = 0.72
 #: Replays of the first round, and how many candidates go on to the second.
 FIRST_REPLAYS, FINALISTS = 5, 5
 ROWS = (32, 40, 48, 56, 64, 72, 80, 96, 128)
-#: Beyond five ranks the reduction costs more than the shorter slices save (a spike's finding).
+#: Where the search stops; nothing recorded says that more ranks cannot win.
 SPLITS = range(1, 6)
 
 
