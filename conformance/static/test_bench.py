@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowlat_cli import bench, parsing
+from lowlat_cli import bench, measure, parsing
 from lowlat_cli.checking import Shape
 from lowlat_gemm.reference import reference_gemm
-from lowlat_cli.bench import CUBLAS, FLOOR, OURS, BenchCell, Timing, geometric_means
+from lowlat_cli.bench import CUBLAS, FLOOR, OURS, BenchCell, geometric_means
+from lowlat_cli.measure import Timing
 
 
 def _cell(m=1, **us):
@@ -74,8 +75,8 @@ def test_candidates_take_turns_in_changing_order(monkeypatch):
         order.append(next(name for name, one in graphs.items() if one is graph))
         return len(order) / launches
 
-    monkeypatch.setattr(bench, "replay_us", replay_us)
-    timings = bench.interleaved(graphs, launches=10, replays=6)
+    monkeypatch.setattr(measure, "replay_us", replay_us)
+    timings = measure.interleaved(graphs, launches=10, replays=6)
     assert ["".join(order[i : i + 3]) for i in range(0, 18, 3)] == ["abc", "bca", "cab"] * 2
     assert timings["a"].us == 9 / 10 and all(graph.replays == 1 for graph in graphs.values()), "one warm-up each"
 
@@ -83,7 +84,7 @@ def test_candidates_take_turns_in_changing_order(monkeypatch):
 @pytest.fixture
 def shape_bench(monkeypatch):
     """A bench on CPU tensors: graphs run their calls at once, and every weight that a candidate reads is noted."""
-    made = object.__new__(bench.ShapeBench)
+    made = object.__new__(measure.ShapeCopies)
     made.shape, made.device, made.copies, made.weight_bytes = Shape(24, 64, ()), torch.device("cpu"), 5, 2 * 24 * 64
     made.weights = torch.randn(5, 24, 64).bfloat16()
     made.x = torch.randn(2, 64).bfloat16()
@@ -94,8 +95,8 @@ def shape_bench(monkeypatch):
         made.captured.append(sum((call(), 1)[1] for call in calls))
         return FakeGraph()
 
-    monkeypatch.setattr(bench, "capture", capture)
-    monkeypatch.setattr(bench, "replay_us", lambda graph, launches: 1.0)
+    monkeypatch.setattr(measure, "capture", capture)
+    monkeypatch.setattr(measure, "replay_us", lambda graph, launches: 1.0)
     return made
 
 
@@ -107,7 +108,7 @@ def test_each_copy_of_the_weight_is_read_by_one_launch(shape_bench, monkeypatch)
         return out.copy_(x.float() @ w.float())
 
     monkeypatch.setattr(torch, "mm", mm)
-    cell = shape_bench.cell(2, replays=3)
+    cell = bench.bench_cell(shape_bench, 2, replays=3)
     first, *launches = read  # the first call is the one that is judged
     assert shape_bench.captured == [5] and launches == [w.data_ptr() for w in shape_bench.weights] and first == launches[0]
     assert set(cell.timings) == {FLOOR, CUBLAS} and "not in table" in cell.reason and cell.worst_ulps[CUBLAS] < 1
@@ -120,4 +121,4 @@ def test_a_wrong_result_of_ours_is_not_timed(shape_bench, monkeypatch):
     monkeypatch.setattr(bench, "COMPILE_CACHE", type("Cache", (), {"get": staticmethod(lambda unit: None)}))
     monkeypatch.setattr(bench, "launch", lambda compiled, x, w, residual, y: y.zero_())
     with pytest.raises(bench.BenchError, match="ours at M=2 N=24 K=64: 48 of 48"):
-        shape_bench.cell(2)
+        bench.bench_cell(shape_bench, 2)

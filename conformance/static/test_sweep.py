@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowlat_cli import bench, sweep
+from lowlat_cli import measure, sweep
 from lowlat_cli.checking import Shape, model_shapes
 from lowlat_cli.environment import Gpu
 from lowlat_gemm.arch import SM90, DeviceProperties
@@ -44,7 +44,7 @@ def test_the_prototypes_tilings_are_among_them(shape):
 
 def test_wrong_candidates_are_not_timed_and_the_best_is_first(monkeypatch):
     shape = Shape(24, 64, ())
-    made = object.__new__(bench.ShapeBench)
+    made = object.__new__(measure.ShapeCopies)
     made.gpu = Gpu(0, DeviceProperties("H200", (9, 0), SMS, 4814.0), SM90)
     made.shape, made.device, made.copies = shape, torch.device("cpu"), 3
     made.weights, made.x = torch.randn(3, 24, 64).bfloat16(), torch.randn(4, 64).bfloat16()
@@ -69,7 +69,7 @@ def test_wrong_candidates_are_not_timed_and_the_best_is_first(monkeypatch):
     monkeypatch.setattr(sweep, "launch", launch)
     monkeypatch.setattr(sweep, "capture", capture)
     monkeypatch.setattr(sweep, "interleaved", lambda graphs, launches, replays: {
-        name: bench.Timing(times.get(graph, 3.0), 0, 0) for name, graph in graphs.items()
+        name: measure.Timing(times.get(graph, 3.0), 0, 0) for name, graph in graphs.items()
     })  # fmt: skip
     monkeypatch.setattr(torch, "mm", lambda x, w, out: out.copy_(x.float() @ w.float()))
     cell = sweep.sweep_cell(made, 2, configs)

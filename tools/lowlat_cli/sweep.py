@@ -23,7 +23,8 @@ from lowlat_gemm.kernels.split_k import (
 )
 from lowlat_gemm.reference import parity
 
-from .bench import CUBLAS, FLOOR, REPLAYS, ShapeBench, Timing, capture, interleaved
+from .bench import CUBLAS, FLOOR
+from .measure import REPLAYS, ShapeCopies, Timing, capture, interleaved
 from .checking import Shape
 from .environment import Gpu
 
@@ -107,7 +108,7 @@ class SweepCell:
         }
 
 
-def sweep_cell(bench: ShapeBench, m: int, configs: Sequence[SplitKConfig]) -> SweepCell | None:
+def sweep_cell(bench: ShapeCopies, m: int, configs: Sequence[SplitKConfig]) -> SweepCell | None:
     """Times ``configs`` at M = ``m``; None when not one of them is right."""
     shape, arch, x = bench.shape, bench.gpu.arch, bench.x[:m]
     outputs, graphs, wrong = [], {FLOOR: bench.floor}, []
@@ -150,7 +151,7 @@ def run_sweep(
     with torch.cuda.device(gpu.ordinal), torch.inference_mode():
         for shape in shapes:
             progress(shape, done)
-            bench = ShapeBench(shape, gpu, max(tokens))
+            bench = ShapeCopies(shape, gpu, max(tokens))
             cells += [sweep_cell(bench, m, plan[shape, m]) for m in tokens if plan[shape, m]]
             done += shape.elements
             del bench
