@@ -115,10 +115,10 @@ def wait_for_cluster_data(barrier, phase) -> None:
     )
 
 
-def global_vector(matrix: cute.Tensor, row, column, count: int) -> cute.Tensor:
-    """The 16 bytes of ``matrix`` that begin at [row, column], as a tensor of ``count`` elements."""
+def global_vector(matrix: cute.Tensor, row, column, count: int, align: int = 16) -> cute.Tensor:
+    """``count`` elements of ``matrix`` from [row, column] on, which begin at a multiple of ``align`` bytes."""
     element = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
-    pointer = cute.make_ptr(matrix.element_type, element.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    pointer = cute.make_ptr(matrix.element_type, element.toint(), cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 

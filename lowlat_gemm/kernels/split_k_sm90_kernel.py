@@ -145,9 +145,10 @@ class SplitKGemm:
                         cute.arch.mbarrier_arrive_and_expect_tx(landed, arriving)
         cute.arch.sync_threads()
         # No partial sum may be sent before its receiver's barriers are there: every warp waits for the whole cluster
-        # before it sends, or before it ends.
+        # before it sends, or before it ends. Relaxed: mbarrier_init_fence has released the barriers to the cluster, and
+        # the release of a plain arrival is a fence over the GPU that would delay the first weights.
         if const_expr(c.split > 1):
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
 
         if warp == weight_warp:
             self.hold_back("weights", rank)
