@@ -81,11 +81,11 @@ class FusedAGemm:
         # The weights of the first blocks leave before the PDL wait; every warp has so many, as the predicate sees to.
         first = self.load(w_rows, Int32(0), device.load_weight_words)
         device.wait_for_previous_kernel()
-        self.multiply(acc, first, self.load(x_rows, Int32(0), device.load_activation_words))
+        self.multiply(acc, first, self.load_tokens(x_rows, Int32(0)))
         chunks = mine // c.unroll
         for i in cutlass.range(1, chunks, unroll=1):
             weights = self.load(w_rows, i * c.unroll, device.load_weight_words)
-            self.multiply(acc, weights, self.load(x_rows, i * c.unroll, device.load_activation_words))
+            self.multiply(acc, weights, self.load_tokens(x_rows, i * c.unroll))
         for i in cutlass.range(chunks * c.unroll, mine, unroll=1):
             offset = Int64(i) * (c.k_warps * _BLOCK_BYTES)
             weights = [device.load_weight_words(row + offset, 4) for row in w_rows]
@@ -153,6 +153,14 @@ class FusedAGemm:
         for u in cutlass.range_constexpr(self.config.unroll):
             offset = (Int64(first) + u) * (self.config.k_warps * _BLOCK_BYTES)
             loaded += [load_words(row + offset, 4) for row in rows]
+        return loaded
+
+    @cute.jit
+    def load_tokens(self, rows, first):
+        """The same of each token row. All are requested before the first is waited for."""
+        loaded = self.load(rows, first, device.load_activation_words)
+        if const_expr(len(loaded) > 4):
+            device.arrived_together(loaded)
         return loaded
 
     @cute.jit
