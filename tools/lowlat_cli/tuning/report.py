@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -14,17 +15,22 @@ from rich.table import Table as Grid
 from .choose import interpolated
 from .run import Outcome
 
+#: Without a terminal, progress is a line at most so often.
+LINE_EVERY_S = 10.0
+
 
 @contextlib.contextmanager
 def progress(console: Console, title: str) -> Iterator:
-    """A bar with the time left; yields what ``Tuner`` calls. Without a terminal: a line a job."""
+    """A bar with the time left; yields what ``Tuner`` calls. Without a terminal: a line now and then."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)
+        said = [float("-inf")]
 
         def report(done: float, total: float, text: str) -> None:
             bar.update(task, completed=done, total=total, description=f"{title}: {text}")
-            if not console.is_terminal and not text.startswith("compiled"):
+            if not console.is_terminal and time.monotonic() - said[0] >= LINE_EVERY_S:
+                said[0] = time.monotonic()
                 console.print(f"{title}: {text} ({100 * done / total:.0f} %)", style="dim", highlight=False, markup=False)
 
         yield report
@@ -101,6 +107,7 @@ def outcome_json(outcome: Outcome) -> dict:
         "excluded": [one.to_json() | {"reason": reason} for one, reason in outcome.excluded.items()],
         "not_reached": [[shape.n, shape.k] for shape in outcome.not_reached],
         "measured_candidates": outcome.measured_candidates,
+        "seconds_by_stage": {stage: round(seconds, 1) for stage, seconds in outcome.seconds.items()},
         "cells": cells,
     }
 
@@ -145,5 +152,6 @@ def show(console: Console, outcome: Outcome, gpu, written: str | None) -> None:
         line(f"excluded {candidate}: {reason}", "bold red")
     if outcome.not_reached:
         line(f"not reached: {', '.join(f'{shape.n}x{shape.k}' for shape in outcome.not_reached)}", "yellow")
+    line(f"seconds: {', '.join(f'{stage} {seconds:.0f}' for stage, seconds in outcome.seconds.items())}")
     line(f"table: {written}" if written else "no table written: nothing to keep")
     line(f"ran on: {gpu}; times are microseconds a launch, cold weights, graph replay with PDL")

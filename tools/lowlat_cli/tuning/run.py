@@ -2,7 +2,7 @@
 
     screen   per token class: the best candidates by the model, and a few random ones that it would have left out
     refine   per token class: the variants of the best tilings
-    final    per M: the finalists of its class, back to back and linked, in two separate passes
+    final    per M: the finalists of its class in two separate passes, in the first one also in the linked chain
 
 Everything that a stage needs is compiled before it, in parallel processes. Shapes are screened all at first, so that
 there are two such waves and not two a shape.
@@ -10,6 +10,7 @@ there are two such waves and not two a shape.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,7 +80,8 @@ class ModelCheck:
 
 @dataclass
 class Outcome:
-    """What a run found. ``floor``: (n, k, residual, m) -> microseconds; ``not_reached``: shapes that time ran out for."""
+    """What a run found. ``passes``: (n, k, residual) -> M -> the results of each pass; ``not_reached``: shapes that time
+    ran out for; ``seconds``: by stage, compiling among them."""
 
     rows: list[RowResult] = field(default_factory=list)
     passes: dict[tuple[int, int, bool], dict[int, list[JobResult]]] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class Outcome:
     excluded: dict[Candidate, str] = field(default_factory=dict)
     not_reached: list[Shape] = field(default_factory=list)
     measured_candidates: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -178,7 +181,7 @@ class Tuner:
                         fit = [c for c in finalists[one.columns] if c.why_not(self.arch, n, k, m, residual) is None]
                         job = self._job(
                             "final", shape, m, fit[:: 1 if turn == 1 else -1], FINAL_REPLAYS,
-                            turn=turn, residual=residual, chains=chains_for(n, k),
+                            turn=turn, residual=residual, chains=chains_for(n, k)[: 2 if turn == 1 else 1],
                         )  # fmt: skip
                         jobs.append(job)
         self._compile(jobs)
@@ -229,7 +232,8 @@ class Tuner:
         self.progress(self._done, max(self._total(), self._done), str(job))
         result = self.journal.result(job)
         if result is None:
-            result = self.supervisor.run(job)
+            with self._clocked(job.stage):
+                result = self.supervisor.run(job)
             self.journal.add(job, result)
             self.outcome.measured_candidates += len(job.candidates)
         self._done += _weight(job.stage, len(job.candidates))
@@ -252,7 +256,14 @@ class Tuner:
         }
         if units:
             total = max(self._total(), self._done)
-            self.compile(units, lambda done, of: self.progress(self._done, total, f"compiled {done} of {of} kernels"))
+            with self._clocked("compile"):
+                self.compile(units, lambda done, of: self.progress(self._done, total, f"compiled {done} of {of} kernels"))
+
+    @contextlib.contextmanager
+    def _clocked(self, stage: str) -> Iterator[None]:
+        began = self.clock()
+        yield
+        self.outcome.seconds[stage] = self.outcome.seconds.get(stage, 0.0) + self.clock() - began
 
     def _out_of_time(self) -> bool:
         return self.request.minutes is not None and self.clock() - self._began > 60 * self.request.minutes
