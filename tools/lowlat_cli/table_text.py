@@ -19,20 +19,26 @@ from pathlib import Path
 from lowlat_gemm.tables import Table, load_table_file
 
 _BLOCK = re.compile(r"^(?=\[\[projection\]\]|\[sources\.)", re.MULTILINE)
+_LOST_WORDS = "# Measured, and no cell kept: "
+_LOST = re.compile(rf"^{_LOST_WORDS}(.+)\n", re.MULTILINE)
 
 
 @dataclass
 class TableText:
-    """Blocks end with one newline; ``rows``: (n, k) -> text."""
+    """Blocks end with one newline. ``rows``: (n, k) -> text. ``lost``: shapes that were measured and have no row, since
+    nothing beat the baseline; a comment in the head names them, so that no other tool brings their old row back."""
 
     head: str
     sources: dict[str, str] = field(default_factory=dict)
     rows: dict[tuple[int, int], str] = field(default_factory=dict)
+    lost: set[tuple[int, int]] = field(default_factory=set)
 
     @classmethod
     def parse(cls, text: str) -> "TableText":
         head, *blocks = (block.rstrip("\n") + "\n" for block in _BLOCK.split(text))
-        made = cls(head)
+        made = cls(_LOST.sub("", head))
+        for names in _LOST.findall(head):
+            made.lost |= {tuple(map(int, name.split("x"))) for name in names.split(", ")}
         for block in blocks:
             if block.startswith("[sources."):
                 made.sources[block[len("[sources.") : block.index("]")]] = block
@@ -42,7 +48,11 @@ class TableText:
         return made
 
     def render(self) -> str:
-        return "\n".join([self.head, *self.sources.values(), *self.rows.values()])
+        head = self.head
+        if self.lost:
+            names = ", ".join(f"{n}x{k}" for n, k in sorted(self.lost))
+            head = head.replace("format = 1\n", f"{_LOST_WORDS}{names}\nformat = 1\n", 1)
+        return "\n".join([head, *self.sources.values(), *self.rows.values()])
 
     def kinds(self, key: tuple[int, int]) -> set[str | None]:
         """Provenance kinds that the row's cells name; None: the default of the file."""
@@ -94,10 +104,10 @@ def replace_table(path: Path, text: str) -> Table:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
-        table = load_table_file(name)
+        load_table_file(name)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
-    return table
+    return load_table_file(path)

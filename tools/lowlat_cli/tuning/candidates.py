@@ -52,7 +52,8 @@ class Candidate:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Candidate":
         """ValueError, from the backend's own reader, for a config that it does not have."""
-        return cls(value["backend"], every_backend()[value["backend"]].parse_config(value["config"]))
+        given = value["config"]  # all zero: left to the shape, which a table writes as nothing
+        return cls(value["backend"], every_backend()[value["backend"]].parse_config(given if any(given.values()) else {}))
 
     def why_not(self, arch: Arch, n: int, k: int, m: int, residual: bool = False) -> str | None:
         return every_backend()[self.backend].why_not(arch, n, k, m, self.config, residual=residual)
@@ -109,7 +110,7 @@ def tilings(arch: Arch, n: int, k: int, m: int) -> list[Candidate]:
     found = []
     for rows, split, k_blocks in itertools.product(ROWS, SPLITS, (1, 2)):
         start = SplitKConfig(rows, columns, split, 3, k_blocks=k_blocks, token_stages=TOKEN_STAGES[columns][0])
-        config = deepest_ring(start)
+        config = deepest_ring(start, k)
         if config is not None and split_k.why_not(arch, n, k, m, config) is None:
             found.append(Candidate(split_k.NAME, config))
     return found
@@ -120,13 +121,15 @@ def tiling_of(candidate: Candidate) -> object:
     return (candidate.config.rows, candidate.config.split) if candidate.backend == split_k.NAME else candidate
 
 
-def deepest_ring(config: SplitKConfig) -> SplitKConfig | None:
-    """The config with as many stages as half an SM holds; None where that is not even three."""
+def deepest_ring(config: SplitKConfig, k: int) -> SplitKConfig | None:
+    """The config with as many stages as half an SM holds, and no more than a rank has loads; None where three are too
+    many."""
     fits = [one for one in (replace(config, stages=s) for s in range(3, 33)) if shared_memory_bytes(one) <= HALF_AN_SM]
-    return fits[-1] if fits else None
+    loads = -(-split_k.K_UNIT * -(-(-(-k // split_k.K_UNIT)) // config.split) // config.stage_k)
+    return fits[min(len(fits), max(1, loads - 2)) - 1] if fits else None
 
 
-def variants(candidate: Candidate) -> list[Candidate]:
+def variants(candidate: Candidate, k: int) -> list[Candidate]:
     """What a tiling leaves open: when the next kernel is let go, how much is requested before the previous one has
     finished, a ring that is one stage shorter, stages of one block or two, and the depth of the token ring."""
     config = candidate.config
@@ -139,7 +142,7 @@ def variants(candidate: Candidate) -> list[Candidate]:
         found.append(replace(config, stages=config.stages - 1))
     others = [replace(config, k_blocks=3 - config.k_blocks)]
     others += [replace(config, token_stages=depth) for depth in TOKEN_STAGES[config.token_columns]]
-    for other in filter(None, map(deepest_ring, others)):
+    for other in filter(None, (deepest_ring(one, k) for one in others)):
         found += [other, replace(other, trigger=10)]
     return [Candidate(split_k.NAME, one) for one in dict.fromkeys(found)]
 

@@ -163,8 +163,8 @@ class Tuner:
         for job, result in screened.items():
             ranked = _ranked(result)
             again = ranked[:FINALISTS]
-            best = [one for one in ranked if len(variants(one)) > 1][:REFINED]
-            found = [variant for one in best for variant in variants(one)]
+            best = [one for one in ranked if len(variants(one, job.k)) > 1][:REFINED]
+            found = [variant for one in best for variant in variants(one, job.k)]
             found = [one for one in found if one.why_not(self.arch, job.n, job.k, job.m) is None]
             if found:
                 yield replace(job, stage="refine", candidates=tuple(dict.fromkeys([*again, *found])))

@@ -108,8 +108,10 @@ def write_table(path: Path, head: str, rows: Sequence[RowResult], session: Sessi
         label = former.get("label") or next(iter(results.values())).label
         if any(both.values()):
             text.rows[n, k] = row_text(n, k, label, both["cells"], both["residual_cells"])
+            text.lost.discard((n, k))
         else:
             text.rows.pop((n, k), None)
+            text.lost.add((n, k))
     _drop_unused_sources(text, defaults)
     if not text.rows and "inherits" not in old:
         return None

@@ -99,8 +99,10 @@ class _Group:
         except CompileError as error:
             return f"does not compile: {str(error).splitlines()[0]}"
 
+        residual = self.residual  # not self: a graph must go when its job is done, without waiting for a collection
+
         def run(x, w, y):
-            return kernel(x, w, self.residual, y)
+            return kernel(x, w, residual, y)
 
         y = self._poisoned()
         run(self.x, self.copies.weights[0], y)
