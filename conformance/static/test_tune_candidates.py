@@ -22,10 +22,10 @@ from lowlat_gemm.kernels.split_k import SplitKConfig, shared_memory_bytes
 DATA = json.loads((Path(__file__).parents[1] / "data" / "split_k_sm90_times.json").read_text())
 H200 = device_of(SM90)
 MOST = 24  # the command's default
-SHAPES = [(shape.n, shape.k) for shape in model_shapes("kimi_k3", (4, 8, 16))]
+SHAPES = [(shape.n, shape.k) for shape in model_shapes("kimi_k3", (8,))]
 
 
-@pytest.mark.parametrize("m", [1, 8, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 33])
 def test_every_candidate_is_sound(m):
     for n, k in SHAPES:
         found = [*tilings(SM90, n, k, m), *fused_a_candidates(SM90, n, k, m), *skinny_candidates(SM90, n, k, m)]

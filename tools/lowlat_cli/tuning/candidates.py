@@ -6,6 +6,7 @@ tile. Inside a class one compiled kernel serves every M of ``split_k`` and of ``
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -122,11 +123,18 @@ def tiling_of(candidate: Candidate) -> object:
 
 
 def deepest_ring(config: SplitKConfig, k: int) -> SplitKConfig | None:
-    """The config with as many stages as half an SM holds, and no more than a rank has loads; None where three are too
-    many."""
-    fits = [one for one in (replace(config, stages=s) for s in range(3, 33)) if shared_memory_bytes(one) <= HALF_AN_SM]
-    loads = -(-split_k.K_UNIT * -(-(-(-k // split_k.K_UNIT)) // config.split) // config.stage_k)
-    return fits[min(len(fits), max(1, loads - 2)) - 1] if fits else None
+    """The config with as many stages as half an SM holds, and no more than a rank has loads, three at least; None where
+    three are too many."""
+    most = _most_stages(replace(config, stages=2))
+    units = -(-(-(-k // split_k.K_UNIT)) // config.split)
+    loads = -(-units * split_k.K_UNIT // config.stage_k)
+    return None if most < 3 else replace(config, stages=max(3, min(most, loads)))
+
+
+@functools.lru_cache(maxsize=None)
+def _most_stages(config: SplitKConfig) -> int:
+    fits = (stages for stages in range(32, 2, -1) if shared_memory_bytes(replace(config, stages=stages)) <= HALF_AN_SM)
+    return next(fits, 0)
 
 
 def variants(candidate: Candidate, k: int) -> list[Candidate]:
