@@ -31,6 +31,8 @@ SKINNY_TOKENS = 4
 TRIGGERS = {1: (2, 4, 6, 8, 10, 12, 14), 2: (2, 4, 5, 6, 7, 10, 12)}
 ROWS = range(16, 2 * split_k.WARPGROUP_ROWS + 1, 8)
 SPLITS = range(1, split_k.MAX_SPLIT + 1)
+#: Blocks in flight of a ``fused_a`` warp beyond which its registers end.
+MAX_UNROLL = 16
 #: Depths of the token ring, the first for a start: one ring for both, or a short one of its own where token tiles are as
 #: large as the weight's.
 TOKEN_STAGES = {8: (0,), 16: (0,), 32: (0,), 64: (5, 4, 6, 0)}
@@ -157,8 +159,12 @@ def variants(candidate: Candidate, k: int) -> list[Candidate]:
 
 def fused_a_candidates(arch: Arch, n: int, k: int, m: int) -> list[Candidate]:
     """Every ``fused_a`` config that its predicate takes at M = ``m``, and the one that it chooses by the shape."""
-    grid = itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4, 8))
-    configs = [fused_a.resolved(FusedAConfig(), k), *(FusedAConfig(*values) for values in grid)]
+    configs = [fused_a.resolved(FusedAConfig(), k)]
+    for row_warps, k_warps, row_tiles in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4)):
+        # A warp's whole share of K in flight at once: every weight is requested before the PDL wait.
+        whole = k // fused_a.K_BLOCK // k_warps
+        unrolls = sorted({1, 2, 4, 8, *([whole] if 1 <= whole <= MAX_UNROLL else [])})
+        configs += [FusedAConfig(row_warps, k_warps, row_tiles, unroll) for unroll in unrolls]
     return [
         Candidate(fused_a.NAME, one)
         for one in dict.fromkeys(configs)

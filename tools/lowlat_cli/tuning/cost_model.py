@@ -91,8 +91,9 @@ def _split_k_us(config, n: int, k: int, m: int, device: DeviceProperties, c: Con
 
 def _fused_a_us(config, n: int, k: int, m: int, device: DeviceProperties, c: Constants) -> float:
     config = fused_a.resolved(config, k)
-    groups = -(-m // fused_a.TOKEN_GROUP)
-    ctas = -(-n // config.rows)
+    groups = fused_a.token_groups(m)
+    token_tiles = -(-m // (groups * fused_a.TOKEN_GROUP))
+    ctas = -(-n // config.rows) * token_tiles
     registers = fused_a.registers(config, groups) + fused_a.REGISTER_MARGIN
     per_sm = max(1, min(2048 // config.threads, 65_536 // (registers * config.threads)))
     in_flight = config.threads * config.unroll * config.row_tiles * 2 * 16

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lowlat_gemm.arch import Arch, DeviceProperties
+from lowlat_gemm.kernels import fused_a
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 
 from ..checking import Shape
@@ -31,7 +32,7 @@ from .candidates import (
 )
 from .choose import choose_row, row_times
 from .cost_model import predict_us, prune, rank_correlation
-from .jobs import BACK_TO_BACK, Job, JobResult
+from .jobs import BACK_TO_BACK, LINKED, Job, JobResult
 from .journal import Journal
 from .supervise import Supervisor
 from .table_writer import RowResult
@@ -40,7 +41,7 @@ from .worker import chains_for
 #: Candidates outside the pruned list that are timed to see what the model would have lost.
 PROBES = 3
 #: Tilings whose variants are timed, and how many candidates go on to every M of a class.
-REFINED, FINALISTS = 2, 3
+REFINED, FINALISTS, FINALISTS_IN_BOTH = 2, 3, 2
 SCREEN_REPLAYS, FINAL_REPLAYS = 5, 15
 PASSES = (1, 2)
 #: K up to which warps that stream the weight into registers are tried in earnest; beyond, a few.
@@ -167,7 +168,8 @@ class Tuner:
             found = [variant for one in best for variant in variants(one, job.k)]
             found = [one for one in found if one.why_not(self.arch, job.n, job.k, job.m) is None]
             if found:
-                yield replace(job, stage="refine", candidates=tuple(dict.fromkeys([*again, *found])))
+                unique = tuple(dict.fromkeys([*again, *found]))
+                yield replace(job, stage="refine", chains=chains_for(job.n, job.k), candidates=unique)
 
     def _finals(self, shape: Shape, screened: dict[Job, JobResult], refined: dict[Job, JobResult]) -> None:
         n, k = shape.n, shape.k
@@ -197,25 +199,29 @@ class Tuner:
             self.outcome.rows.append(RowResult(n, k, label, residual, tuple(sorted(times)), chosen, times))
 
     def _finalists(self, screened: dict[Job, JobResult], refined: dict[Job, JobResult]) -> dict[int, list[Candidate]]:
-        """By class: the fastest, the fastest of each order of additions that a whole row could have, and for few tokens
-        the fastest ``skinny``."""
+        """By class: the fastest, those that are fast in both chains, the fastest of the order of additions that a whole row
+        could have, and for few tokens the fastest ``fused_a`` and ``skinny``."""
         by_class: dict[int, list[Candidate]] = {}
         pools: dict[int, dict[Candidate, float]] = {}
         for one in self.request.classes:
             pool: dict[Candidate, float] = {}
+            both: dict[Candidate, float] = {}
             for results in (screened, refined):  # what was timed again counts as it was the last time
                 for job, result in results.items():
                     if job.m == one.screened and job.turn == 0:
                         pool |= {c: us[BACK_TO_BACK] for c, us in result.times.items()}
+                        both |= {c: us[BACK_TO_BACK] * us[LINKED] for c, us in result.times.items() if LINKED in us}
             pools[one.columns] = pool
-            by_class[one.columns] = sorted(pool, key=pool.get)[:FINALISTS]
+            by_class[one.columns] = [*sorted(pool, key=pool.get)[:FINALISTS], *sorted(both, key=both.get)[:FINALISTS_IN_BOTH]]
         order = _cheapest_order(list(pools.values()))
         for columns, pool in pools.items():
             fitting = [one for one in sorted(pool, key=pool.get) if one.invariance == order]
             by_class[columns] += fitting[:1] if order is not None else []
         few = next((result for job, result in screened.items() if job.turn == 1), None)
-        if few is not None and self.request.tokens[0] <= SKINNY_TOKENS:
-            by_class[self.request.classes[0].columns] += _ranked(few)[:1]
+        if self.request.tokens[0] <= SKINNY_TOKENS:
+            first = self.request.classes[0].columns
+            warps = [one for one in sorted(pools[first], key=pools[first].get) if one.backend == fused_a.NAME]
+            by_class[first] += warps[:1] + (_ranked(few)[:1] if few is not None else [])
         return {columns: list(dict.fromkeys(found)) for columns, found in by_class.items()}
 
     def _check_model(self, screened: dict[Job, JobResult]) -> None:
@@ -270,8 +276,8 @@ class Tuner:
 
 
 def _weight(stage: str, candidates: int) -> float:
-    """Work of a job: finals replay more often, in two chains, and never without a start of their own."""
-    return 4 + candidates * (3 if stage == "final" else 1)
+    """Work of a job: finals replay more often, they and the refined in two chains, and none without a start of its own."""
+    return 4 + candidates * {"final": 3, "refine": 2}.get(stage, 1)
 
 
 def _ranked(result: JobResult) -> list[Candidate]:
