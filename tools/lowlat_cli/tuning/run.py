@@ -11,6 +11,7 @@ there are two such waves and not two a shape.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,8 +45,9 @@ PROBES = 3
 REFINED, FINALISTS, FINALISTS_IN_BOTH = 2, 3, 2
 SCREEN_REPLAYS, FINAL_REPLAYS = 5, 15
 PASSES = (1, 2)
-#: K up to which warps that stream the weight into registers are tried in earnest; beyond, a few.
-SHORT_K = 3584
+#: K up to which warps that stream the weight into registers are tried in earnest, and up to which before all else: there
+#: a launch's latency decides, which the model knows little of.
+SHORT_K, TINY_K = 3584, 256
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class Tuner:
             m, most = one.screened, self.request.most
             chosen, probes = self._pruned(tilings(self.arch, n, k, m), n, k, m, most, PROBES)
             warps = fused_a_candidates(self.arch, n, k, m)
-            chosen += self._pruned(warps, n, k, m, most // (2 if k <= SHORT_K else 6), 0)[0]
+            share = 2 if k <= TINY_K else 0.5 if k <= SHORT_K else 0.17
+            chosen += self._pruned(warps, n, k, m, math.ceil(most * share), 0)[0]
             job = self._job("screen", shape, m, [*chosen, *probes], SCREEN_REPLAYS)
             self._probes[job.identity] = frozenset(probes)
             yield job
