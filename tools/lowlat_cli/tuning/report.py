@@ -37,8 +37,8 @@ def progress(console: Console, title: str) -> Iterator:
 
 
 def cell_rows(outcome: Outcome) -> list[dict]:
-    """One entry an M that was measured. ``winner`` is None where nothing of ours is in the table. Times: geometric means
-    of the passes; ``passes``: microseconds of every finalist in each."""
+    """One entry an M that was measured, microseconds. ``winner`` is None where nothing of ours is in the table. ``us``,
+    ``floor_us``, ``baseline_us``: geometric means of the passes; ``others`` and the finalists' ``us``: of each pass."""
     found = []
     for row in outcome.rows:
         for m, results in sorted(outcome.passes[row.n, row.k, row.residual].items()):
@@ -58,7 +58,11 @@ def cell_rows(outcome: Outcome) -> list[dict]:
                 "over_floor": _rounded(None if us is None else us / floor),
                 "over_baseline": _rounded(None if us is None else us / baseline),
                 "best_us": _rounded(None if fastest is None else times[fastest].us),
-                "passes": [result.to_json() for result in results],
+                "others": {name: [result.others[name] for result in results] for name in results[0].others},
+                "finalists": [
+                    {"backend": one.backend, "config": one.mapping(), "us": times[one].back_to_back, "linked_us": times[one].linked}
+                    for one in sorted(times, key=lambda one: times[one].us)
+                ],
             })  # fmt: skip
     return found
 
