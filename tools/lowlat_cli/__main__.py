@@ -197,7 +197,7 @@ def tune(
     model: ModelOption = "kimi_k3",
     tp: TpOption = [8],
     shape: ShapeOption = None,
-    residual: Annotated[Optional[list[str]], typer.Option(help="NxK of a shape that is wanted with residual too.")] = None,
+    residual: Annotated[Optional[list[str]], typer.Option(help="NxK that is wanted with residual too.")] = None,
     tokens: TokensOption = "1-16,24,32,48,64",
     most: Annotated[int, typer.Option(min=1, help="Tilings that are timed for a shape and token class.")] = 24,
     minutes: Annotated[Optional[float], typer.Option(help="Begin no other shape after so many minutes.")] = None,
@@ -210,7 +210,7 @@ def tune(
 ) -> None:
     """Finds the fastest sound config of every cell and writes the table. Needs a GPU.
 
-    Exit code 1: a candidate was wrong, hung or crashed, or a shape was not reached; what was found is written all the same.
+    Exit code 1: a candidate was wrong, hung or crashed, or a shape was not reached; what was found is written even so.
     """
     gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
     from lowlat_cli import parsing
@@ -231,8 +231,8 @@ def tune(
     except TuneError as error:
         raise CannotRun(str(error))
     written = command.write(outcome, path, start, gpu, label)
-    outcome_json = report.outcome_json(outcome)
-    result = make_tune_record(command_line("lowlat", sys.argv[1:]), outcome_json, gpu, started, time.monotonic() - clock)
+    seconds, found = time.monotonic() - clock, report.outcome_json(outcome)
+    result = make_tune_record(command_line("lowlat", sys.argv[1:]), found, gpu, started, seconds)
     if record is not None:
         write_record(result, record)
     if as_json:
