@@ -23,7 +23,7 @@ except ImportError as error:
     sys.exit(2)
 
 from lowlat_cli import show
-from lowlat_cli.record import command_line, make_bench_record, make_record, make_sweep_record, render, write_record
+from lowlat_cli.record import command_line, make_record, make_sweep_record, render, write_record
 from lowlat_gemm.arch import ARCHES, Arch, parse_arch
 from lowlat_gemm.dispatch import explain as explain_decision
 from lowlat_gemm.kernels.compile_cache import CompileError
@@ -169,27 +169,30 @@ def bench(
     tp: TpOption = [8],
     shape: ShapeOption = None,
     tokens: TokensOption = "1-4,8,16",
+    candidate: Annotated[
+        Optional[list[str]], typer.Option(help="A peer to time beside ours and cuBLAS; may be given again. All by default.")
+    ] = None,
+    weights: Annotated[list[str], typer.Option(help="cold or warm; may be given again.")] = ["cold"],
+    pdl: Annotated[list[str], typer.Option(help="on or off; may be given again.")] = ["on"],
+    chain: Annotated[
+        list[str], typer.Option(help="back_to_back, or linked: a norm between two GEMMs; may be given again.")
+    ] = ["back_to_back", "linked"],
+    replays: Annotated[int, typer.Option(help="Replays of each graph that a median is taken over.")] = 21,
+    minutes: Annotated[Optional[float], typer.Option(help="Begin no other cell after this time.")] = None,
+    plots: Annotated[Optional[Path], typer.Option(help="Write roofline and ratio-by-M pictures to this folder.")] = None,
     record: RecordOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Our kernels, cuBLAS and the streaming floor on cold weights. Needs a GPU; exit code 1 for a wrong result."""
+    """Our kernels and their peers against the streaming floor. Needs a GPU; exit code 1 for a wrong result of ours."""
     gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
-    from lowlat_cli.bench import BenchError, run_bench
+    from lowlat_cli import bench_command
 
-    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
-    with show.progress(ERR, f"bench {title}", sum(one.elements for one in shapes)) as report:
-        try:
-            cells = run_bench(shapes, counts, gpu, report)
-        except BenchError as error:
-            ERR.print(f"lowlat: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-            raise typer.Exit(1)
-    result = make_bench_record(command_line("lowlat", sys.argv[1:]), cells, gpu, started, time.monotonic() - clock)
-    if record is not None:
-        write_record(result, record)
-    if as_json:
-        print(render(result), end="")
-    else:
-        show.bench(OUT, cells, result["geometric_means"], gpu)
+    code = bench_command.run(
+        command_line("lowlat", sys.argv[1:]), title, shapes, counts, gpu,
+        bench_command.modes(weights, pdl, chain), candidate or [],
+        replays=replays, minutes=minutes, record=record, plots=plots, as_json=as_json, out=OUT, err=ERR,
+    )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -16,6 +16,9 @@ from pathlib import Path
 from . import environment
 
 SCHEMA = 1
+#: Since 2 a cell names its mode, and any number of candidates.
+BENCH_SCHEMA = 2
+_PATH_OPTIONS = ("--record", "--plots")
 
 
 class Status(str, enum.Enum):
@@ -66,13 +69,14 @@ def make_record(
     return _head(command, gpu, started, seconds) | {"seed": seed, "counts": counts(cells), "cells": rows}
 
 
-def make_bench_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+def make_bench_record(
+    command: str, cells: list, not_reached: list[str], gpu, started: datetime.datetime, seconds: float
+) -> dict:
     """The record of a benchmark; ``cells``: of ``bench.BenchCell``. Times are in microseconds."""
     from .bench import geometric_means
 
-    means = {str(m): values for m, values in geometric_means(cells).items()}
-    rows = [cell.to_json() for cell in cells]
-    return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "bench", "not_reached": not_reached}
+    return head | {"geometric_means": geometric_means(cells), "cells": [cell.to_json() for cell in cells]}
 
 
 def make_sweep_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
@@ -86,13 +90,13 @@ def make_sweep_record(command: str, cells: list, gpu, started: datetime.datetime
 
 
 def command_line(program: str, arguments: list[str]) -> str:
-    """The command as a record names it: without where the record goes, which is a path of one machine."""
+    """The command as a record names it: without where its files go, which are paths of one machine."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
-        if word == "--record":
+        if word in _PATH_OPTIONS:
             next(words, None)
-        elif not word.startswith("--record="):
+        elif not word.startswith(tuple(f"{option}=" for option in _PATH_OPTIONS)):
             kept.append(word)
     return " ".join([program, *kept])
 
