@@ -43,7 +43,8 @@ def test_ratios_and_bandwidth():
     assert row["over_floor"] == {CUBLAS: 2.0, OURS: 1.25} and row["ours_over"] == {CUBLAS: 0.625}
     assert row["timings"][OURS]["us"] == 2.5 and row["gbs"][OURS] == 800.0
     without = _cell(floor=2.0, cublas=4.0)
-    assert without.ratio(OURS, FLOOR) is None and without.to_json()["ours_over"] == {} and without.over_best_peer is None
+    assert without.ratio(OURS, FLOOR) is None and without.over_best_peer is None
+    assert without.to_json()["ours_over"] == {}
 
 
 def test_neither_the_floor_nor_the_norm_is_a_peer():
@@ -291,7 +292,10 @@ class Refusing(Candidate):
         return run
 
 
-@pytest.mark.parametrize("where, said", [("make", "raised NotImplementedError: backend not"), ("run", "raised ValueError: N has to be 2112")])
+RAISED = [("make", "raised NotImplementedError: backend not"), ("run", "raised ValueError: N has to be 2112")]
+
+
+@pytest.mark.parametrize("where, said", RAISED)
 def test_a_peer_that_raises_is_a_line_and_ours_an_error(shape_bench, where, said):
     (cell,) = bench.bench_cell(shape_bench, 2, [Mode()], [Refusing("peer", where), Exact()], replays=3)
     assert cell.skipped == {"peer": said} and "exact" in cell.timings
@@ -318,9 +322,8 @@ def test_no_cell_begins_out_of_time(shape_bench, monkeypatch):
     monkeypatch.setattr(bench, "_compile_ahead", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "device", lambda ordinal: torch.no_grad())
     answers, told = iter([False, True, True]), []
-    cells, missed = bench.run_bench(
-        [shape_bench.shape], [1, 2], H200, [Mode()], [Exact()], lambda shape, done: told.append(done), 3, lambda: next(answers)
-    )
+    what = [shape_bench.shape], [1, 2], H200, [Mode()], [Exact()]
+    cells, missed = bench.run_bench(*what, lambda shape, done: told.append(done), 3, lambda: next(answers))
     assert [cell.m for cell in cells] == [1] and missed == ["24x64 M=2"] and told == [0, 1]
 
 
@@ -330,7 +333,8 @@ def test_the_record_reads_back(monkeypatch):
     cells = [_cell(m, mode, floor=1.0, cublas=2.0, ours=1.5) for m in (1, 2) for mode in (Mode(), Mode(chain=LINKED))]
     record = make_bench_record("lowlat bench", cells, ["24x64 M=4"], H200, datetime.datetime.now(), 1.0)
     read = json.loads(render(record))
-    assert (read["schema"], read["kind"], read["not_reached"]) == (2, "bench", ["24x64 M=4"]) and len(read["cells"]) == 4
+    assert (read["schema"], read["kind"], read["not_reached"]) == (2, "bench", ["24x64 M=4"])
+    assert len(read["cells"]) == 4
     assert read["cells"][0]["mode"] == {"weights": "cold", "pdl": True, "chain": "back_to_back"}
     assert read["geometric_means"][str(Mode())]["1"][OURS] == {"cells": 1, "over_floor": 1.5}
 

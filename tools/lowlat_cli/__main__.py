@@ -170,7 +170,7 @@ def bench(
     shape: ShapeOption = None,
     tokens: TokensOption = "1-4,8,16",
     candidate: Annotated[
-        Optional[list[str]], typer.Option(help="A peer to time beside ours and cuBLAS; may be given again. All by default.")
+        Optional[list[str]], typer.Option(help="A peer beside ours and cuBLAS; may be given again. All by default.")
     ] = None,
     weights: Annotated[list[str], typer.Option(help="cold or warm; may be given again.")] = ["cold"],
     pdl: Annotated[list[str], typer.Option(help="on or off; may be given again.")] = ["on"],
@@ -179,7 +179,7 @@ def bench(
     ] = ["back_to_back", "linked"],
     replays: Annotated[int, typer.Option(help="Replays of each graph that a median is taken over.")] = 21,
     minutes: Annotated[Optional[float], typer.Option(help="Begin no other cell after this time.")] = None,
-    plots: Annotated[Optional[Path], typer.Option(help="Write roofline and ratio-by-M pictures to this folder.")] = None,
+    plots: Annotated[Optional[Path], typer.Option(help="Write roofline and ratio-by-M pictures here.")] = None,
     record: RecordOption = None,
     as_json: JsonFlag = False,
 ) -> None:
