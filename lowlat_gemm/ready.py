@@ -37,7 +37,7 @@ class ReadyKernels:
         # One object, exchanged whole: a thread must not see the kernels of other settings.
         self.state: tuple[object, dict[tuple, Callable]] = (None, {})
 
-    def add(self, names: tuple[str, ...] | None, device: torch.device, n: int, k: int, m: int, kernel: Callable) -> None:
+    def add(self, names: tuple[str, ...] | None, device: torch.device, n: int, k: int, m: int, kernel) -> None:
         """``kernel`` serves packed rows of M tokens on ``device``: x [M, K], weight [N, K], no residual."""
         settings = settings_module.current()
         if self.state[0] is not settings:
@@ -54,8 +54,8 @@ READY = ReadyKernels()
 def run_ready(x, weight, names: tuple[str, ...] | None = None, *, flatten: bool = False) -> torch.Tensor | None:
     """y [M, N] where this very call is known to be servable, else None.
 
-    ``flatten``: leading dimensions of x count as tokens, and y has them. Contiguous operands alone are taken: for K above
-    1 that means rows of unit stride and, for more than one row, a pitch of K, which is what the operand contract asks.
+    ``flatten``: leading dimensions of x count as tokens, and y has them. Contiguous operands alone are taken: for K
+    above 1 that means rows of unit stride and, for more than one row, a pitch of K, which the operand contract asks for.
     """
     if _is_compiling():  # before anything that a compiler would trace
         return None

@@ -1,4 +1,4 @@
-"""``lowlat``: doctor, plan, explain, check, bench, sweep.
+"""``lowlat``: doctor, plan, explain, check, bench, sweep, report.
 
 Exit codes: 0 it is as it should be; 1 it is not (what, is in the output); 2 the request could not be carried out.
 """
@@ -178,6 +178,7 @@ def bench(
         list[str], typer.Option(help="back_to_back, or linked: a norm between two GEMMs; may be given again.")
     ] = ["back_to_back", "linked"],
     replays: Annotated[int, typer.Option(help="Replays of each graph that a median is taken over.")] = 21,
+    host: Annotated[bool, typer.Option("--host", help="Time the host's side of a call instead.")] = False,
     minutes: Annotated[Optional[float], typer.Option(help="Begin no other cell after this time.")] = None,
     plots: Annotated[Optional[Path], typer.Option(help="Write roofline and ratio-by-M pictures here.")] = None,
     record: RecordOption = None,
@@ -187,6 +188,12 @@ def bench(
     gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
     from lowlat_cli import bench_command
 
+    if host:
+        code = bench_command.run_host(
+            command_line("lowlat", sys.argv[1:]), title, shapes, counts, gpu,
+            record=record, as_json=as_json, out=OUT, err=ERR,
+        )  # fmt: skip
+        raise typer.Exit(code)
     code = bench_command.run(
         command_line("lowlat", sys.argv[1:]), title, shapes, counts, gpu,
         bench_command.modes(weights, pdl, chain), candidate or [],
@@ -220,6 +227,27 @@ def sweep(
     else:
         show.sweep(OUT, cells, result["geometric_means"], gpu)
     raise typer.Exit(1 if any(cell.wrong for cell in cells) else 0)
+
+
+@app.command()
+def report(
+    paths: Annotated[list[Path], typer.Argument(help="Records, or folders of records.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of tables.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """What records say: geometric means by M, worst cells, what was wrong. Exit code 1 when a cell of one failed."""
+    from lowlat_cli import report as report_module
+
+    found = [report_module.summarise(path) for path in report_module.find_records(paths)]
+    if not found:
+        raise CannotRun(f"no record in {', '.join(map(str, paths))}")
+    if as_json:
+        _print_json([one.to_json() for one in found])
+    elif markdown:
+        print(report_module.markdown(found), end="")
+    else:
+        report_module.show(OUT, found)
+    raise typer.Exit(1 if any(one.failed for one in found) else 0)
 
 
 def _timing_request(model: str, tp: list[int], shape: list[str] | None, tokens: str, record: Path | None):

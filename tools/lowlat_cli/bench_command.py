@@ -17,7 +17,7 @@ from .bench import BenchError, run_bench
 from .checking import Shape
 from .environment import Gpu
 from .measure import BACK_TO_BACK, COLD, LINKED, WARM, Mode
-from .record import make_bench_record, render, write_record
+from .record import make_bench_record, make_host_record, render, write_record
 
 _WEIGHTS, _PDL, _CHAINS = (COLD, WARM), {"on": True, "off": False}, (BACK_TO_BACK, LINKED)
 
@@ -80,4 +80,32 @@ def run(
 
         for path in plot_bench(cells, plots, gpu.properties.name):
             err.print(f"plot: {path}", style="dim", highlight=False, soft_wrap=True)
+    return 0
+
+
+def run_host(
+    command: str,
+    title: str,
+    shapes: Sequence[Shape],
+    tokens: Sequence[int],
+    gpu: Gpu,
+    *,
+    record: Path | None,
+    as_json: bool,
+    out: Console,
+    err: Console,
+) -> int:
+    """``lowlat bench --host``; the exit code."""
+    from . import host_cost
+
+    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+    with show.progress(err, f"host cost {title}", len(shapes) * len(tokens)) as report:
+        cells = host_cost.run_host(shapes, tokens, gpu, report)
+    result = make_host_record(command, cells, gpu, started, time.monotonic() - clock)
+    if record is not None:
+        write_record(result, record)
+    if as_json:
+        print(render(result), end="")
+    else:
+        show_bench.host(out, cells, result["medians"], gpu)
     return 0

@@ -149,6 +149,14 @@ class ShapeCopies:
         """Why this shape cannot be timed in ``mode``, or None."""
         return chain_kernel.why_not(self.shape.n, self.shape.k) if mode.chain == LINKED else None
 
+    def back_to_back(self, run: Run, m: int, y: torch.Tensor) -> torch.cuda.CUDAGraph:
+        """``graph`` in the default mode."""
+        return self.graph(run, m, y)
+
+    def linked(self, run: Run, m: int, y: torch.Tensor) -> torch.cuda.CUDAGraph:
+        """``graph`` in the default mode with a norm between two GEMMs."""
+        return self.graph(run, m, y, Mode(chain=LINKED))
+
     def graph(self, run: Run, m: int, y: torch.Tensor, mode: Mode = Mode()) -> torch.cuda.CUDAGraph:
         """As many launches of ``run`` as there are copies, at M = ``m``, each given ``y`` to write."""
         weights = self.weights if mode.weights == COLD else [self.weights[0]] * self.copies

@@ -18,7 +18,6 @@ from . import environment
 SCHEMA = 1
 #: Since 2 a cell names its mode, and any number of candidates.
 BENCH_SCHEMA = 2
-_PATH_OPTIONS = ("--record", "--plots")
 
 
 class Status(str, enum.Enum):
@@ -79,6 +78,14 @@ def make_bench_record(
     return head | {"geometric_means": geometric_means(cells), "cells": [cell.to_json() for cell in cells]}
 
 
+def make_host_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of host costs; ``cells``: of ``host_cost.HostCell``. Times are host microseconds a call."""
+    from .host_cost import medians
+
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "host", "medians": medians(cells)}
+    return head | {"cells": [cell.to_json() for cell in cells]}
+
+
 def make_sweep_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
     """The record of a sweep; ``cells``: of ``sweep.SweepCell``. Means: the best of each cell over the floor, by M."""
     by_m: dict[str, list[float]] = {}
@@ -89,14 +96,19 @@ def make_sweep_record(command: str, cells: list, gpu, started: datetime.datetime
     return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
 
 
+_PATH_OPTIONS = ("--record", "--plots")
+
+
 def command_line(program: str, arguments: list[str]) -> str:
-    """The command as a record names it: without where its files go, which are paths of one machine."""
+    """The command as a record names it: without where files go, which are paths of one machine."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
-        if word in _PATH_OPTIONS:
-            next(words, None)
-        elif not word.startswith(tuple(f"{option}=" for option in _PATH_OPTIONS)):
+        name, given, _ = word.partition("=")
+        if name in _PATH_OPTIONS:
+            if not given:
+                next(words, None)
+        else:
             kept.append(word)
     return " ".join([program, *kept])
 

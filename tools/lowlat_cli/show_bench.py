@@ -87,3 +87,17 @@ def _left_out(console: Console, cells: Sequence[BenchCell]) -> None:
     norm = [cell.timings[LINK].us for cell in cells if LINK in cell.timings]
     if norm:
         console.print(f"the norm of the linked chain alone: {min(norm):.2f} to {max(norm):.2f} us", highlight=False)
+
+
+def host(console: Console, cells: Sequence, medians: Mapping[str, float], gpu: Gpu) -> None:
+    """Host microseconds a call, a line a cell; then the medians and ratios over all."""
+    if not cells:
+        console.print("no cell runs on a kernel of ours: nothing to compare", highlight=False)
+        return
+    grid = Grid("N", "K", "M", "backend", *cells[0].timings, title="host us a call", box=box.SIMPLE)
+    for cell in cells:
+        times = (f"{timing.us:.2f} ({timing.p10:.2f}-{timing.p90:.2f})" for timing in cell.timings.values())
+        grid.add_row(str(cell.n), str(cell.k), str(cell.m), cell.backend, *times)
+    console.print(grid)
+    console.print(", ".join(f"{name} {value:.3f}" for name, value in medians.items()), highlight=False, soft_wrap=True)
+    console.print(f"ran on: {gpu}; no GPU work is waited for", highlight=False)
