@@ -116,9 +116,11 @@ def test_modes_are_every_combination_and_nothing_else():
 
 
 def test_candidates_by_name():
-    assert [one.name for one in candidates.chosen([])] == list(candidates.CANDIDATES)
+    assert [one.name for one in candidates.chosen(["all"])] == list(candidates.CANDIDATES)
+    assert [one.name for one in candidates.chosen([])] == [n for n in candidates.CANDIDATES if n != "torch.compile"]
+    assert [one.name for one in candidates.chosen(["torch.compile"])] == [OURS, CUBLAS, "torch.compile"]
     assert [one.name for one in candidates.chosen(["vllm"])] == [OURS, CUBLAS, "vllm"]
-    with pytest.raises(ValueError, match="unknown candidate 'tgv': known are ours, cublas, torch.compile"):
+    with pytest.raises(ValueError, match="unknown candidate 'tgv': known are all, ours, cublas"):
         candidates.chosen(["tgv"])
 
 

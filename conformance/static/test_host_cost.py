@@ -61,7 +61,7 @@ def test_what_is_timed_runs_on_our_kernel(gpu, monkeypatch):
     })  # fmt: skip
     cell = host_cost.host_cell(planned, plain, bf16(2, K), "skinny")
     launches = [timing.us for timing in cell.timings.values()]
-    assert launches == [1, 1, 2, 3, 4], "one to see that it runs; then F.linear, Linear, and three ways through the plan"
+    assert launches == [1, 1, 2, 3, 4], "one to see that it runs; F.linear, Linear; three ways through the plan"
     with pytest.raises(RuntimeError, match="64x1024 M=5: the call fell back"):
         host_cost.host_cell(planned, plain, bf16(5, K), "skinny")
 

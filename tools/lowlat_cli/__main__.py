@@ -170,7 +170,8 @@ def bench(
     shape: ShapeOption = None,
     tokens: TokensOption = "1-4,8,16",
     candidate: Annotated[
-        Optional[list[str]], typer.Option(help="A peer beside ours and cuBLAS; may be given again. All by default.")
+        Optional[list[str]],
+        typer.Option(help="A peer beside ours and cuBLAS, or all; may be given again. Default: all but torch.compile."),
     ] = None,
     weights: Annotated[list[str], typer.Option(help="cold or warm; may be given again.")] = ["cold"],
     pdl: Annotated[list[str], typer.Option(help="on or off; may be given again.")] = ["on"],

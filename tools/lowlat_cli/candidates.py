@@ -29,6 +29,8 @@ class Candidate:
     name: str
     #: A wrong result of ours ends the run; a wrong one of another is listed and not timed, except where this says so.
     timed_though_wrong = False
+    #: Takes long to get ready at every (N, K, M): timed only when it is named.
+    slow = False
 
     def why_not(self, arch: Arch, n: int, k: int, m: int) -> str | None:
         """Why it cannot be asked here, or None."""
@@ -70,6 +72,7 @@ class Compiled(Candidate):
     """
 
     name = "torch.compile"
+    slow = True
 
     def why_not(self, arch, n, k, m):
         return _not_installed("triton")
@@ -204,8 +207,13 @@ BOUNDS = (FLOOR, LINK)
 
 
 def chosen(names: list[str]) -> list[Candidate]:
-    """The candidates of ``names``, ours first; all for an empty list. ValueError for an unknown name."""
+    """Ours, cuBLAS and ``names``, in the order above. ValueError for an unknown name.
+
+    An empty list means all that are ready at once, "all" every one.
+    """
     for name in names:
-        if name not in CANDIDATES:
-            raise ValueError(f"unknown candidate {name!r}: known are {', '.join(CANDIDATES)}")
-    return [one for one in _ALL if not names or one.name in (OURS, CUBLAS, *names)]
+        if name not in CANDIDATES and name != "all":
+            raise ValueError(f"unknown candidate {name!r}: known are all, {', '.join(CANDIDATES)}")
+    if not names:
+        return [one for one in _ALL if not one.slow]
+    return [one for one in _ALL if "all" in names or one.name in (OURS, CUBLAS, *names)]
