@@ -15,11 +15,11 @@ from lowlat_gemm.tables import Cell, Provenance, available_tables, load_table
 
 
 #: Configs of split_k for what no table reaches: every split and token tile, one and two row warpgroups, both stage
-#: sizes, one ring and two, and prefetch and trigger beyond the ends.
+#: sizes, one ring and two, and prefetch and trigger beyond the ends. Every generation serves each of them.
 SPLIT_K_CONFIGS = [
     SplitKConfig(56, 8, 4, 13),
     SplitKConfig(64, 8, 3, 4),
-    SplitKConfig(8, 8, 1, 2),
+    SplitKConfig(8, 8, 1, 8),
     SplitKConfig(80, 8, 2, 4, k_blocks=2),
     SplitKConfig(48, 16, 2, 6, k_blocks=2),
     SplitKConfig(56, 16, 8, 11),
@@ -29,6 +29,7 @@ SPLIT_K_CONFIGS = [
     SplitKConfig(96, 64, 1, 8),
     SplitKConfig(56, 64, 6, 5, token_stages=3, prefetch=1, trigger=0),
     SplitKConfig(56, 32, 7, 9, prefetch=99, trigger=99),
+    SplitKConfig(24, 8, 1, 2, k_blocks=2),
 ]
 
 #: Configs of fused_a besides those that the shape chooses: several row warps and tiles, one K warp and many.
@@ -98,9 +99,9 @@ def default_units(arch: Arch, shapes: Sequence[tuple[int, int]], fp16_tokens: Co
 
 
 def split_k_units(arch: Arch) -> list[CompileUnit]:
-    """``SPLIT_K_CONFIGS`` with and without residual; none where split_k is not built."""
-    configs = [one for one in SPLIT_K_CONFIGS if split_k.why_not(arch, 1536, 7168, 1, one) is None]
-    return [split_k.compile_unit(arch, 1536, 7168, 1, one, residual=added) for one in configs for added in (False, True)]
+    """``SPLIT_K_CONFIGS`` with and without residual."""
+    units = [(one, added) for one in SPLIT_K_CONFIGS for added in (False, True)]
+    return [split_k.compile_unit(arch, 1536, 7168, 1, one, residual=added) for one, added in units]
 
 
 def unit_cases(arch: Arch) -> list[Case]:
