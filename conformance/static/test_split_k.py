@@ -38,12 +38,12 @@ def test_what_is_served(arch, m):
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("arch", ARCHES, ids=str)
 def test_the_public_tactics_are_served(arch, rows, tokens):
-    """(weight rows, token columns, split 1 to 4, stages) from a ring that fills a quarter of an SM to what fits."""
+    """(weight rows, token columns, split 1 to 4, stages) from a ring that fills less than half of an SM to what fits."""
     for split in (1, 2, 3, 4):
         stages = [n for n in range(2, 33) if why_not(arch, 1536, 7168, tokens, SplitKConfig(rows, tokens, split, n)) is None]
         least, most = (shared_memory_bytes(SplitKConfig(rows, tokens, split, n)) for n in (stages[0], stages[-1]))
         assert stages == list(range(stages[0], stages[-1] + 1)), stages
-        assert least <= arch.shared_memory_bytes // 3 and most > 0.7 * min(arch.shared_memory_bytes, 32 * rows * 128)
+        assert least <= arch.shared_memory_bytes // 2 and most > 0.7 * min(arch.shared_memory_bytes, 32 * rows * 128)
 
 
 def test_each_generation_has_its_module():
