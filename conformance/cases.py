@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowlat_gemm.arch import Arch
 from lowlat_gemm.dispatch import Plan, PlanEntry, plan_for
-from lowlat_gemm.kernels import skinny, split_k
+from lowlat_gemm.kernels import fused_a, skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
 from lowlat_gemm.kernels.split_k import SplitKConfig
@@ -15,11 +15,11 @@ from lowlat_gemm.tables import Cell, Provenance, available_tables, load_table
 
 
 #: Configs of split_k for what no table reaches: every split and token tile, one and two row warpgroups, both stage
-#: sizes, one ring and two, and prefetch and trigger beyond the ends.
+#: sizes, one ring and two, and prefetch and trigger beyond the ends. Every generation serves each of them.
 SPLIT_K_CONFIGS = [
     SplitKConfig(56, 8, 4, 13),
     SplitKConfig(64, 8, 3, 4),
-    SplitKConfig(8, 8, 1, 2),
+    SplitKConfig(8, 8, 1, 8),
     SplitKConfig(80, 8, 2, 4, k_blocks=2),
     SplitKConfig(48, 16, 2, 6, k_blocks=2),
     SplitKConfig(56, 16, 8, 11),
@@ -29,6 +29,7 @@ SPLIT_K_CONFIGS = [
     SplitKConfig(96, 64, 1, 8),
     SplitKConfig(56, 64, 6, 5, token_stages=3, prefetch=1, trigger=0),
     SplitKConfig(56, 32, 7, 9, prefetch=99, trigger=99),
+    SplitKConfig(24, 8, 1, 2, k_blocks=2),
 ]
 
 #: Configs of fused_a besides those that the shape chooses: several row warps and tiles, one K warp and many.
@@ -105,9 +106,38 @@ def default_units(arch: Arch, shapes: Sequence[tuple[int, int]], fp16_tokens: Co
 
 
 def split_k_units(arch: Arch) -> list[CompileUnit]:
-    """``SPLIT_K_CONFIGS`` with and without residual; none where split_k is not built."""
-    configs = [one for one in SPLIT_K_CONFIGS if split_k.why_not(arch, 1536, 7168, 1, one) is None]
-    return [split_k.compile_unit(arch, 1536, 7168, 1, one, residual=added) for one in configs for added in (False, True)]
+    """``SPLIT_K_CONFIGS`` with and without residual, and one of them in each of the other dtypes."""
+
+    def unit(config: SplitKConfig, **options) -> CompileUnit:
+        return split_k.compile_unit(arch, 1536, 7168, 1, config, **options)
+
+    units = [unit(one, residual=added) for one in SPLIT_K_CONFIGS for added in (False, True)]
+    for dtype, output in (("float16", "float16"), ("bfloat16", "float32"), ("float16", "float32")):
+        units.append(unit(SPLIT_K_CONFIGS[3], residual=True, dtype=dtype, output_dtype=output))
+    return units
+
+
+def fused_a_units(arch: Arch) -> list[CompileUnit]:
+    """What the tables name, and ``FUSED_A_CONFIGS`` with residual, for up to 8 and up to 16 tokens."""
+    cells = [case for case in table_cases(arch) if case.cell.backend == fused_a.NAME]
+    units = [fused_a.compile_unit(arch, c.n, c.k, c.m, FusedAConfig(), residual=c.residual) for c in cells]
+    units += [fused_a.compile_unit(arch, 1536, 7168, m, one, residual=True) for one in FUSED_A_CONFIGS for m in (8, 16)]
+    return list(dict.fromkeys(units))
+
+
+def written_units(arch: Arch) -> list[CompileUnit]:
+    """Every kernel and config of a generation that tables, defaults or tests of other configs can have compiled.
+
+    Kernels that are kept from dispatch are among them: what a table will name has to hold the contract before.
+    """
+    cells = [case for case in table_cases(arch) if case.cell.backend == split_k.NAME]
+    named = [
+        split_k.compile_unit(arch, c.n, c.k, c.m, split_k.parse_config(c.cell.config), residual=c.residual) for c in cells
+    ]
+    # Of the test's configs every other one with residual, the rest without: ten minutes of compiling say no more.
+    count = 2 * len(SPLIT_K_CONFIGS)
+    standing = [unit for i, unit in enumerate(split_k_units(arch)) if i >= count or i % 4 in (0, 3)]
+    return list(dict.fromkeys([*compile_units(arch), *fused_a_units(arch), *standing, *named]))
 
 
 def unit_cases(arch: Arch) -> list[Case]:
@@ -139,4 +169,7 @@ def unit_id(unit: CompileUnit) -> str:
     """A readable test id: ``skinny-sm_90a-m3-bfloat16-128.2.1.8``, ``-residual`` where it has one."""
     spec = unit.spec
     config = ".".join(str(value) for value in vars(spec.config).values() if value is not None)
-    return f"{unit.kernel}-{unit.target}-m{spec.tokens}-{spec.input_dtype}-{config}" + ("-residual" * spec.residual)
+    tokens = getattr(spec, "tokens", None) or 8 * getattr(spec, "token_groups", 0)
+    parts = [unit.kernel, unit.target, *([f"m{tokens}"] if tokens else []), spec.input_dtype]
+    parts += [spec.output_dtype] if getattr(spec, "output_dtype", spec.input_dtype) != spec.input_dtype else []
+    return "-".join([*parts, config, *(["residual"] if spec.residual else [])])

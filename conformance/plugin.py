@@ -151,7 +151,8 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``case``: each cell of --arch that has a kernel; for a test marked ``one_case_per_unit``, one a unit.
 
-    ``table_case``: each cell; ``unit``: each compile unit.
+    ``table_case``: each cell; ``unit``: each compile unit of the dispatcher's kernels; ``written_unit``: those of the
+    kernels that it does not have yet, too.
     """
     from conformance import cases
 
@@ -166,9 +167,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "case": per_unit if marks else cases.kernel_cases,
         "table_case": cases.table_cases,
         "unit": cases.compile_units,
+        "written_unit": cases.written_units,
     }
     name = metafunc.config.getoption("--arch")
     for fixture, source in sources.items():
         if fixture in metafunc.fixturenames:
             values = source(parse_arch(name)) if name else []
-            metafunc.parametrize(fixture, values, ids=cases.unit_id if fixture == "unit" else str)
+            metafunc.parametrize(fixture, values, ids=cases.unit_id if fixture.endswith("unit") else str)
