@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from lowlat_gemm.arch import Arch
+from lowlat_gemm.arch import ARCHES, Arch
 from lowlat_gemm.dispatch import Plan, PlanEntry, plan_for
 from lowlat_gemm.kernels import skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
+from lowlat_gemm.kernels.registry import backend, every_backend
 from lowlat_gemm.kernels.split_k import SplitKConfig
 from lowlat_gemm.tables import Cell, Provenance, available_tables, load_table
 
@@ -83,13 +85,44 @@ def table_cases(arch: Arch) -> list[Case]:
 
 
 def kernel_cases(arch: Arch) -> list[Case]:
-    """The cells that this build has a kernel for."""
-    return [case for case in table_cases(arch) if case.entry.unit is not None]
+    """The cells whose backend the dispatcher has, also one that its predicate refuses: such a cell is to fail."""
+    return [case for case in table_cases(arch) if backend(case.cell.backend) is not None]
+
+
+def written_unit(case: Case) -> CompileUnit | None:
+    """What a cell's kernel compiles from, proven or not; None where the kernel is not written, or refuses the cell."""
+    written = every_backend().get(case.cell.backend)
+    if written is None:
+        return None
+    config = written.parse_config(case.cell.config)
+    if written.why_not(case.arch, case.n, case.k, case.m, config, residual=case.residual) is not None:
+        return None
+    return written.compile_unit(case.arch, case.n, case.k, case.m, config, residual=case.residual)
+
+
+def written_units(arch: Arch) -> list[CompileUnit]:
+    """The units of every cell of the tables whose kernel is written, each once."""
+    return list(dict.fromkeys(filter(None, map(written_unit, table_cases(arch)))))
+
+
+@functools.lru_cache(maxsize=None)
+def _cells_by_unit(target: str) -> dict[CompileUnit, list[Case]]:
+    found: dict[CompileUnit, list[Case]] = {}
+    for arch in ARCHES:
+        if arch.compile_target == target:
+            for case in table_cases(arch):
+                found.setdefault(written_unit(case), []).append(case)
+    return found
+
+
+def cells_of_unit(unit: CompileUnit) -> list[Case]:
+    """The table cells that run on a compile unit."""
+    return _cells_by_unit(unit.target).get(unit, [])
 
 
 def compile_units(arch: Arch) -> list[CompileUnit]:
     """Everything that the tables of a generation can have compiled, and the defaults of one shape; each once."""
-    units = [case.entry.unit for case in kernel_cases(arch)]
+    units = [case.entry.unit for case in kernel_cases(arch) if case.entry.unit is not None]
     return list(dict.fromkeys(units + default_units(arch, DEFAULT_SHAPES[:1], (1, 4, 16))))
 
 
@@ -112,7 +145,7 @@ def split_k_units(arch: Arch) -> list[CompileUnit]:
 
 def unit_cases(arch: Arch) -> list[Case]:
     """One case a compile unit, the first: for what depends on the code and not on the shape."""
-    by_unit: dict[CompileUnit, Case] = {}
+    by_unit: dict[CompileUnit | None, Case] = {}
     for case in kernel_cases(arch):
         by_unit.setdefault(case.entry.unit, case)
     return list(by_unit.values())

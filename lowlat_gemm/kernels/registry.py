@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ..arch import Arch
@@ -64,6 +65,11 @@ def backend(name: str) -> Backend | None:
 def built_backends() -> tuple[str, ...]:
     """Names of the backends that the dispatcher has, in the closed set's order."""
     return tuple(name for name in BACKEND_NAMES if backend(name) is not None)
+
+
+def every_backend() -> Mapping[str, Backend]:
+    """Every backend that compiles, by name, proven or not: for tools that measure and prove them."""
+    return MappingProxyType(_BACKENDS)
 
 
 def kernel_module(name: str) -> str:
