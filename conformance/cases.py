@@ -13,7 +13,7 @@ from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
 from lowlat_gemm.kernels.registry import backend, every_backend
 from lowlat_gemm.kernels.split_k import SplitKConfig
-from lowlat_gemm.tables import Cell, Provenance, available_tables, load_table
+from lowlat_gemm.tables import Cell, available_tables, load_table
 
 
 #: Configs of split_k for what no table reaches: every split and token tile, one and two row warpgroups, both stage
@@ -137,6 +137,11 @@ def default_units(arch: Arch, shapes: Sequence[tuple[int, int]], fp16_tokens: Co
     return list(dict.fromkeys(units))
 
 
+def skinny_units(arch: Arch) -> list[CompileUnit]:
+    """skinny's part of ``compile_units``: for what its machine code must be."""
+    return [unit for unit in compile_units(arch) if unit.kernel == skinny.NAME]
+
+
 def split_k_units(arch: Arch) -> list[CompileUnit]:
     """``SPLIT_K_CONFIGS`` with and without residual; none where split_k is not built."""
     configs = [one for one in SPLIT_K_CONFIGS if split_k.why_not(arch, 1536, 7168, 1, one) is None]
@@ -151,25 +156,9 @@ def unit_cases(arch: Arch) -> list[Case]:
     return list(by_unit.values())
 
 
-#: (N, K, M, residual) of what the tables may lack: the residual epilogue, and many tokens.
-STANDING = [(1536, 7168, 1, True), (1536, 7168, 2, True), (2304, 1536, 9, True), (2304, 1536, 16, False), (104, 1032, 5, True)]
-
-
-def standing_cases(arch: Arch) -> list[Case]:
-    """Cases with skinny's default configs, which no table brings: they run past the tables, through the same code."""
-    found = []
-    for n, k, m, residual in STANDING:
-        config = skinny.default_config(arch, n, k, m, residual=residual)
-        unit = skinny.compile_unit(arch, n, k, m, config, residual=residual)
-        values = {name: value for name, value in vars(config).items() if value is not None}
-        cell = Cell(skinny.NAME, values, Provenance("public", source="none: a standing case"))
-        entry = PlanEntry(m, residual, cell, config, unit)
-        found.append(Case("standing", arch, n, k, m, residual, cell, entry))
-    return found
-
-
 def unit_id(unit: CompileUnit) -> str:
-    """A readable test id: ``skinny-sm_90a-m3-bfloat16-128.2.1.8``, ``-residual`` where it has one."""
-    spec = unit.spec
-    config = ".".join(str(value) for value in vars(spec.config).values() if value is not None)
-    return f"{unit.kernel}-{unit.target}-m{spec.tokens}-{spec.input_dtype}-{config}" + ("-residual" * spec.residual)
+    """A readable test id: ``skinny-sm_90a-128.2.1.8-3-bfloat16``: config, then the rest of the spec; ``-residual``."""
+    rest = {name: value for name, value in vars(unit.spec).items() if name not in ("config", "residual")}
+    config = ".".join(str(value) for value in vars(unit.spec.config).values() if value is not None)
+    words = [unit.kernel, unit.target, config, *(str(value) for value in rest.values() if value is not None)]
+    return "-".join(words) + "-residual" * unit.spec.residual

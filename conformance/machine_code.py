@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from lowlat_gemm.kernels.compile_cache import CompileUnit
+from lowlat_gemm.kernels.compiling import compile_now
 
 
 @dataclass(frozen=True)
@@ -38,3 +43,14 @@ def read_cubin(path: Path) -> MachineCode:
         raise ValueError(f"cuobjdump -res-usage says nothing of registers: {usage!r}")
     sass = run(_tool("nvdisasm"), "-c", str(path))
     return MachineCode(int(match[1]), int(match[2]), len(re.findall(r"\b(?:STL|LDL)\b", sass)), sass)
+
+
+@functools.lru_cache(maxsize=None)
+def code_of(unit: CompileUnit) -> MachineCode:
+    """The machine code of a unit, compiled now. Raises what the compiler raises, ValueError for other than one cubin."""
+    with tempfile.TemporaryDirectory() as folder:
+        compile_now(unit, f"--keep-cubin --dump-dir={folder}")
+        cubins = list(Path(folder).glob("*.cubin"))
+        if len(cubins) != 1:
+            raise ValueError(f"{unit}: expected one cubin, found {cubins}")
+        return read_cubin(cubins[0])

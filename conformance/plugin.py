@@ -161,24 +161,27 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``case``: each cell of --arch that has a kernel; for a test marked ``one_case_per_unit``, one a unit.
 
-    ``table_case``: each cell; ``unit``: each compile unit.
+    ``table_case``: each cell; ``table_unit``: what each cell with a written kernel compiles from; ``unit``: skinny's
+    compile units; ``lm_head``: each kernel on large language-model heads.
     """
-    from conformance import cases
+    from conformance import cases, standing
 
     marks = [mark for mark in metafunc.definition.iter_markers() if mark.name == "one_case_per_unit"]
     wanted = marks[0].kwargs if marks else {}
 
     def per_unit(arch: Arch) -> list[cases.Case]:
-        found = cases.unit_cases(arch) + cases.standing_cases(arch)
+        found = cases.unit_cases(arch) + standing.standing_cases(arch)
         return [case for case in found if all(getattr(case, name) == value for name, value in wanted.items())]
 
     sources = {
         "case": per_unit if marks else cases.kernel_cases,
         "table_case": cases.table_cases,
-        "unit": cases.compile_units,
+        "table_unit": cases.written_units,
+        "unit": cases.skinny_units,
+        "lm_head": standing.lm_head_cases,
     }
     name = metafunc.config.getoption("--arch")
     for fixture, source in sources.items():
         if fixture in metafunc.fixturenames:
             values = source(parse_arch(name)) if name else []
-            metafunc.parametrize(fixture, values, ids=cases.unit_id if fixture == "unit" else str)
+            metafunc.parametrize(fixture, values, ids=cases.unit_id if fixture.endswith("unit") else str)

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import re
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from conformance.cases import unit_id
-from conformance.machine_code import read_cubin
+from conformance.machine_code import code_of
 from lowlat_gemm.arch import parse_arch
-from lowlat_gemm.kernels.compiling import compile_now
 from lowlat_gemm.kernels.skinny import REGISTER_BUDGET, REGISTER_MARGIN, registers
 
 _REGISTERS_PER_SM = 65_536
 
 
-@functools.lru_cache(maxsize=None)
-def _compiled(unit):
-    with tempfile.TemporaryDirectory() as folder:
-        compile_now(unit, f"--keep-cubin --dump-dir={folder}")
-        cubins = list(Path(folder).glob("*.cubin"))
-        assert len(cubins) == 1, f"{unit_id(unit)}: expected one cubin, found {cubins}"
-        return read_cubin(cubins[0])
-
-
 @pytest.fixture
 def machine_code(unit):
-    return _compiled(unit)
+    return code_of(unit)
 
 
 def test_compiles_without_spills_and_fits(unit, machine_code, arch):
