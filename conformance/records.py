@@ -148,9 +148,14 @@ def _path(config: pytest.Config) -> Path | None:
     if config.getoption("--record") is not None or not folder:
         return config.getoption("--record")
     shard = shard_from(dict(os.environ))
-    # One folder may hold the records of several suites: Bazel names the target.
-    suite = os.environ.get("TEST_TARGET", "").split(":")[-1] or f"conformance_{config.getoption('--arch') or 'any'}"
-    return Path(folder) / f"{suite}-{shard.index}-of-{shard.total}.json"
+    return Path(folder) / f"{_suite(config)}-{shard.index}-of-{shard.total}.json"
+
+
+def _suite(config: pytest.Config) -> str:
+    """What was collected, by folder and generation: ``gpu_sm90``, ``static``. One folder may hold several suites' records."""
+    files = {Path(nodeid.split("::")[0]) for nodeid in config.stash.get(COLLECTED, [])}
+    names = "+".join(sorted({file.parent.name or "tests" for file in files})) or "nothing"
+    return "_".join(filter(None, (names, config.getoption("--arch"))))
 
 
 @pytest.hookimpl(trylast=True)
@@ -174,7 +179,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     seconds = time.monotonic() - clock
     record = make_record(command, config.stash[_CELLS], gpus[0] if gpus else None, started, seconds, SEED)
     shard = shard_from(dict(os.environ))
-    record["kind"] = "conformance shard"
+    record["kind"], record["suite"] = "conformance shard", _suite(config)
     record["arch"] = config.getoption("--arch")
     record["shard"] = {"index": shard.index, "total": shard.total, "collected": len(collected), "digest": digest(collected)}
     write_record(record | {"tests": tests}, path)

@@ -68,7 +68,7 @@ def test_all_shards_together_run_everything_once(tmp_path):
         assert result.returncode == 0, result.stdout + result.stderr
         assert (tmp_path / f"status-{index}").exists()
     assert len(list(tmp_path.glob("ran-*"))) == 5
-    records = [json.loads(path.read_text()) for path in tmp_path.glob("conformance_any-*-of-7.json")]
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("tests-*-of-7.json")]
     assert {record["shard"]["index"] for record in records} == set(range(total))
     assert {record["shard"]["digest"] for record in records} == {digest(t["id"] for r in records for t in r["tests"])}
 
