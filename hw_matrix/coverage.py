@@ -140,6 +140,8 @@ def cell_states(arch: Arch, records: Iterable[Record], runner: Runner) -> list[C
     for record in records:
         for cell in record.data.get("cells", ()):
             proof = _SHOWN.get(cell.get("status"))
+            if proof in _ON_HARDWARE and record.gpu is None:
+                continue  # no hardware, whatever it says
             if proof is not None and cell["arch"] == arch.name:
                 verdicts.setdefault(cell_key(cell), []).append((proof, cell, record))
     return [_state(case, verdicts, claims_hardware(case, runner)) for case in table_cases(arch)]

@@ -58,7 +58,7 @@ def over_floor_by_tokens(generation: Generation) -> str | None:
             axes.plot(range(len(tokens)), means, color=colour, marker=marker, linewidth=1.8, markersize=5)
             axes.annotate(name, (len(tokens) - 1, means[-1]), xytext=(8, -3), textcoords="offset points", color=colour)
         axes.axhline(1.0, color=_INK, linewidth=1)
-        axes.annotate("floor", (len(tokens) - 1, 1.0), xytext=(8, -3), textcoords="offset points")
+        axes.annotate("floor", (len(tokens) - 1, 1.0), xytext=(8, 4), textcoords="offset points")
         counted = [sum(times.m == m and times.ours is not None for times in generation.times) for m in tokens]
         axes.set_xticks(range(len(tokens)), [f"{m}\n({count})" for m, count in zip(tokens, counted)])
         axes.set_xlim(-0.3, len(tokens) - 0.3)

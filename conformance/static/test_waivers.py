@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 
 from conformance import waivers
+from conformance.fakes import GOOD_WAIVER as GOOD
 from conformance.fakes import run_pytest
+from conformance.fakes import write_waivers as write
 
 DAY = datetime.date(2030, 1, 1)
-GOOD = {
-    "test": '"test_sample.py::test_a[1]"',
-    "arches": '["sm90"]',
-    "reason": '"known"',
-    "link": '"https://example.org/1"',
-    "expires": "2999-12-31",
-}
 SAMPLE = """
 import pytest
 
@@ -26,12 +21,6 @@ import pytest
 def test_a(i):
     assert i != 1
 """
-
-
-def write(path: Path, *entries: dict) -> Path:
-    lines = ["[[waiver]]\n" + "".join(f"{key} = {value}\n" for key, value in entry.items()) for entry in entries]
-    path.write_text("\n".join(lines))
-    return path
 
 
 def run(folder: Path, *entries: dict, source=SAMPLE, options=(), arch="sm90", **environ):
