@@ -15,7 +15,7 @@ FIELDS = {"title", "links", "where", "tests", "not_applicable", "open"}
 
 
 @functools.lru_cache(maxsize=None)
-def tests_in(path: str) -> set[str]:
+def functions_of(path: str) -> set[str]:
     """Names of the test functions of a file; empty where there is no such file."""
     file = Path(path)
     tree = ast.parse(file.read_text()) if file.is_file() else ast.Module([], [])
@@ -33,7 +33,7 @@ def problems(case: dict) -> list[str]:
         found.append("neither a test nor a reason")
     for test in case.get("tests", ()):
         path, _, name = test.partition("::")
-        if name not in tests_in(path):
+        if name not in functions_of(path):
             found.append(f"no test {test}")
     if "H200" not in case.get("where", ()) and any("/gpu/" in test for test in case.get("tests", ())):
         found.append("a test on a GPU, and where does not say so")
