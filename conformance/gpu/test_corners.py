@@ -86,7 +86,8 @@ def test_halves_of_k_that_cancel_to_small_values(case, kernel):
     weight[:, 0] += 1
     residual = torch.zeros_like(data.residual[: case.m]) if case.residual else None
     reference = reference_gemm(x, weight, residual)
-    assert float(error_bound(reference, x.dtype).max()) < 0.5, "the bound would let BF16 partial sums pass"
+    # BF16 has steps of 4 and more where the partial sums are: a rounded one that falls to the other side is seen.
+    assert float(error_bound(reference, x.dtype).max()) < 3, "the bound would let BF16 partial sums pass"
     report = parity(kernel(x, weight, residual), reference)
     assert report.ok, f"{case}: {report}"
 
