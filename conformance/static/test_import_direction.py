@@ -18,7 +18,7 @@ ALLOWED = {
     "reference": set(),
     "operands": {"arch"},
     "settings": {"backends"},
-    "tables": {"arch", "backends"},
+    "tables": {"arch", "backends", "settings"},
     "kernels": {"arch", "backends", "operands"},
     "dispatch": {"arch", "backends", "kernels", "operands", "settings", "tables"},
     "execute": {"arch", "dispatch", "kernels", "operands", "settings", "tables"},

@@ -81,11 +81,11 @@ class FusedAGemm:
         # The weights of the first blocks leave before the PDL wait; every warp has so many, as the predicate sees to.
         first = self.load(w_rows, Int32(0), device.load_weight_words)
         device.wait_for_previous_kernel()
-        self.multiply(acc, first, self.load(x_rows, Int32(0), device.load_activation_words))
+        self.multiply(acc, first, self.load_tokens(x_rows, Int32(0)))
         chunks = mine // c.unroll
         for i in cutlass.range(1, chunks, unroll=1):
             weights = self.load(w_rows, i * c.unroll, device.load_weight_words)
-            self.multiply(acc, weights, self.load(x_rows, i * c.unroll, device.load_activation_words))
+            self.multiply(acc, weights, self.load_tokens(x_rows, i * c.unroll))
         for i in cutlass.range(chunks * c.unroll, mine, unroll=1):
             offset = Int64(i) * (c.k_warps * _BLOCK_BYTES)
             weights = [device.load_weight_words(row + offset, 4) for row in w_rows]
@@ -102,7 +102,7 @@ class FusedAGemm:
 
     @cute.jit
     def store_added(self, acc, mR, mY, thread, first_row, first_token, k_warp, lane_group, quad):
-        """Adds the K warps' sums in their order through shared memory; a thread stores two neighbours of a token."""
+        """Adds the K warps' sums in their order through shared memory; a thread stores neighbours of a token."""
         c, groups = self.config, self.groups
         outputs = c.rows * groups * TOKEN_GROUP
         allocator = cutlass.memory.SmemAllocator()
@@ -114,13 +114,22 @@ class FusedAGemm:
                     row = lane_group * (2 * c.row_tiles) + t
                     partials[k_warp, token * c.rows + row] = acc[(t // 2 * groups + g) * 4 + t % 2 * 2 + e]
         cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(-(-outputs // 2 // c.threads)):
-            index = 2 * (thread + i * c.threads)
+        # As wide as still gives a warp something to do: the fewer pieces y is written in, the sooner the kernel is over.
+        count = next(width for width in (8, 4, 2) if outputs // width >= device.WARP or width == 2)
+        for i in cutlass.range_constexpr(-(-outputs // count // c.threads)):
+            index = count * (thread + i * c.threads)
             token, row = index // c.rows, index % c.rows
             if index < outputs:
-                sums = [partials[0, index], partials[0, index + 1]]
+                parts = []
+                for w in cutlass.range_constexpr(c.k_warps):
+                    source = (partials.iterator + w * outputs + index).toint()
+                    pointer = cute.make_ptr(Float32, source, cute.AddressSpace.smem, assumed_align=min(4 * count, 16))
+                    part = cute.make_rmem_tensor((count,), Float32)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), part)
+                    parts.append(part)
+                sums = [parts[0][t] for t in range(count)]
                 for w in cutlass.range_constexpr(1, c.k_warps):
-                    sums = [sums[0] + partials[w, index], sums[1] + partials[w, index + 1]]
+                    sums = [sums[t] + parts[w][t] for t in range(count)]
                 self.store(sums, mR, mY, first_token + token, first_row + row)
 
     @cute.jit
@@ -153,6 +162,14 @@ class FusedAGemm:
         for u in cutlass.range_constexpr(self.config.unroll):
             offset = (Int64(first) + u) * (self.config.k_warps * _BLOCK_BYTES)
             loaded += [load_words(row + offset, 4) for row in rows]
+        return loaded
+
+    @cute.jit
+    def load_tokens(self, rows, first):
+        """The same of each token row. All are requested before the first is waited for."""
+        loaded = self.load(rows, first, device.load_activation_words)
+        if const_expr(len(loaded) > 4):
+            device.arrived_together(loaded)
         return loaded
 
     @cute.jit

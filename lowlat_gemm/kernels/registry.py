@@ -48,8 +48,8 @@ _BACKENDS = {
     made.name: made
     for made in (
         _backend(skinny, "skinny_kernel", invariance=lambda config: None, proven=True),
-        _backend(fused_a, "fused_a_kernel", invariance=lambda config: (fused_a.NAME, config), proven=False),
-        _backend(split_k, "split_k_sm90_kernel", invariance=lambda config: (split_k.NAME, config.split), proven=False),
+        _backend(fused_a, "fused_a_kernel", invariance=lambda config: (fused_a.NAME, config), proven=True),
+        _backend(split_k, "split_k_sm90_kernel", invariance=lambda config: (split_k.NAME, config.split), proven=True),
     )
 }
 

@@ -1,4 +1,4 @@
-"""``lowlat``: doctor, plan, explain, check, bench, sweep.
+"""``lowlat``: doctor, plan, explain, check, bench, tune.
 
 Exit codes: 0 it is as it should be; 1 it is not (what, is in the output); 2 the request could not be carried out.
 """
@@ -23,7 +23,7 @@ except ImportError as error:
     sys.exit(2)
 
 from lowlat_cli import show
-from lowlat_cli.record import command_line, make_bench_record, make_record, make_sweep_record, render, write_record
+from lowlat_cli.record import command_line, make_bench_record, make_record, make_tune_record, render, write_record
 from lowlat_gemm.arch import ARCHES, Arch, parse_arch
 from lowlat_gemm.dispatch import explain as explain_decision
 from lowlat_gemm.kernels.compile_cache import CompileError
@@ -193,34 +193,57 @@ def bench(
 
 
 @app.command()
-def sweep(
+def tune(
     model: ModelOption = "kimi_k3",
     tp: TpOption = [8],
     shape: ShapeOption = None,
-    tokens: TokensOption = "1,8,16,32,64",
-    most: Annotated[int, typer.Option(help="Tilings tried for a cell, each with its variants.")] = 8,
+    residual: Annotated[Optional[list[str]], typer.Option(help="NxK of a shape that is wanted with residual too.")] = None,
+    tokens: TokensOption = "1-16,24,32,48,64",
+    most: Annotated[int, typer.Option(min=1, help="Tilings that are timed for a shape and token class.")] = 24,
+    minutes: Annotated[Optional[float], typer.Option(help="Begin no other shape after so many minutes.")] = None,
+    family: Annotated[Optional[str], typer.Option(help="Family of the table; the model by default.")] = None,
+    label: Annotated[Optional[str], typer.Option(help="Label of new rows, for shapes that no model names.")] = None,
+    journal: Annotated[Optional[Path], typer.Option(help="File to go on from, and to add what is measured to.")] = None,
+    table: Annotated[Optional[Path], typer.Option(help="Table to write; by default the family's own.")] = None,
     record: RecordOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """The split_k configs worth trying, timed side by side. Needs a GPU; exit code 1 when one computed something wrong."""
-    gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
-    from lowlat_cli.sweep import run_sweep
+    """Finds the fastest sound config of every cell and writes the table. Needs a GPU.
 
+    Exit code 1: a candidate was wrong, hung or crashed, or a shape was not reached; what was found is written all the same.
+    """
+    gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
+    from lowlat_cli import parsing
+    from lowlat_cli.tuning import command, report
+    from lowlat_cli.tuning.supervise import TuneError
+
+    family = model if family is None else family
+    path = command.table_path(family, gpu.arch, table)
+    _need_writable(path, "--table")
+    _need_writable(journal, "--journal")
+    start = command.starting_text(path, family, gpu)
+    wanted = [parsing.shape(text) for text in residual or ()]
+    request = command.make_request(shapes, counts, wanted, gpu.arch, most, minutes)
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
-    with show.progress(ERR, f"sweep {title}", sum(one.elements for one in shapes)) as report:
-        cells = run_sweep(shapes, counts, gpu, most, report)
-    result = make_sweep_record(command_line("lowlat", sys.argv[1:]), cells, gpu, started, time.monotonic() - clock)
+    try:
+        with report.progress(ERR, f"tune {title}") as told:
+            outcome = command.tune(request, gpu, journal, told)
+    except TuneError as error:
+        raise CannotRun(str(error))
+    written = command.write(outcome, path, start, gpu, label)
+    outcome_json = report.outcome_json(outcome)
+    result = make_tune_record(command_line("lowlat", sys.argv[1:]), outcome_json, gpu, started, time.monotonic() - clock)
     if record is not None:
         write_record(result, record)
     if as_json:
         print(render(result), end="")
     else:
-        show.sweep(OUT, cells, result["geometric_means"], gpu)
-    raise typer.Exit(1 if any(cell.wrong for cell in cells) else 0)
+        report.show(OUT, outcome, gpu, written)
+    raise typer.Exit(1 if outcome.excluded or outcome.not_reached else 0)
 
 
 def _timing_request(model: str, tp: list[int], shape: list[str] | None, tokens: str, record: Path | None):
-    """What bench and sweep are asked for: the GPU, shapes, token counts and a title. CannotRun where they cannot."""
+    """What bench and tune are asked for: the GPU, shapes, token counts and a title. CannotRun where they cannot."""
     from lowlat_cli import checking, parsing
 
     gpu, why_no_gpu = _gpu_for(None)
@@ -238,15 +261,15 @@ def _need_kernel_packages() -> None:
         raise CannotRun(f"kernels cannot be compiled here: not installed: {', '.join(missing_packages())}")
 
 
-def _need_writable(record: Path | None) -> None:
-    """Says that a record cannot be written before the run, not after it."""
-    if record is None:
+def _need_writable(path: Path | None, option: str = "--record") -> None:
+    """Says that a file cannot be written before the run, not after it."""
+    if path is None:
         return
-    if record.is_dir():
-        raise CannotRun(f"--record {record}: a folder; name a file")
-    folder = next(parent for parent in record.absolute().parents if parent.exists())
+    if path.is_dir():
+        raise CannotRun(f"{option} {path}: a folder; name a file")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CannotRun(f"--record {record}: {folder} cannot be written")
+        raise CannotRun(f"{option} {path}: {folder} cannot be written")
 
 
 def _arch_or_default(name: str | None) -> Arch:

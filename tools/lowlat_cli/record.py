@@ -8,7 +8,6 @@ import enum
 import json
 import math
 import os
-import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,24 +81,24 @@ def make_bench_record(command: str, cells: list, gpu, started: datetime.datetime
     return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
 
 
-def make_sweep_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
-    """The record of a sweep; ``cells``: of ``sweep.SweepCell``. Means: the best of each cell over the floor, by M."""
-    by_m: dict[str, list[float]] = {}
-    for cell in cells:
-        by_m.setdefault(str(cell.m), []).append(cell.over_floor)
-    means = {m: {"over_floor": round(statistics.geometric_mean(v), 4), "cells": len(v)} for m, v in by_m.items()}
-    rows = [cell.to_json() for cell in cells]
-    return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
+def make_tune_record(command: str, outcome: dict, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of a tuning run; ``outcome``: ``tuning.report.outcome_json``, with its cells."""
+    return _head(command, gpu, started, seconds) | outcome
+
+
+_PATH_OPTIONS = ("--record", "--journal", "--table")
 
 
 def command_line(program: str, arguments: list[str]) -> str:
-    """The command as a record names it: without where the record goes, which is a path of one machine."""
+    """The command as a record names it: without where files go, which are paths of one machine."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
-        if word == "--record":
-            next(words, None)
-        elif not word.startswith("--record="):
+        name, given, _ = word.partition("=")
+        if name in _PATH_OPTIONS:
+            if not given:
+                next(words, None)
+        else:
             kept.append(word)
     return " ".join([program, *kept])
 

@@ -167,24 +167,3 @@ def bench(console: Console, cells, means: dict[str, dict[str, float]], gpu: Gpu)
     losses = [cell for cell in cells if (cell.ratio("ours", "cublas") or 0) > 1]
     console.print(f"{_plural(len(losses), 'cell')} slower than cuBLAS", highlight=False)
     console.print(f"ran on: {gpu}; times are microseconds a launch, cold weights, graph replay with PDL", highlight=False)
-
-
-def sweep(console: Console, cells, means: dict[str, dict[str, float]], gpu: Gpu) -> None:
-    """The best config of each cell, then the geometric means and whatever was wrong."""
-    grid = Grid("N", "K", "M", "floor us", "cuBLAS us", "best us", "x floor", "x cuBLAS", "tried", "best config", box=box.SIMPLE)
-    for cell in cells:
-        config, best = cell.finalists[0]
-        grid.add_row(
-            str(cell.n), str(cell.k), str(cell.m), f"{cell.floor.us:.2f}", f"{cell.cublas.us:.2f}", f"{best.us:.2f}",
-            f"{cell.over_floor:.3f}", f"{best.us / cell.cublas.us:.3f}", str(cell.tried),
-            ".".join(map(str, vars(config).values())),
-            style="green" if best.us < cell.cublas.us else "red",
-        )  # fmt: skip
-    console.print(grid)
-    for m, mean in means.items():
-        console.print(f"M={m}: geometric mean over {mean['cells']} cells: {mean['over_floor']:.3f} x floor", highlight=False)
-    for cell in cells:
-        for text in cell.wrong:
-            console.print(f"WRONG M={cell.m} N={cell.n} K={cell.k}: {text}", style="bold red", highlight=False, soft_wrap=True)
-    console.print("config: rows.columns.split.stages.k_blocks.prefetch.trigger.token_stages", highlight=False)
-    console.print(f"ran on: {gpu}; times are microseconds a launch, cold weights, graph replay with PDL", highlight=False)
