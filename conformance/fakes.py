@@ -33,6 +33,7 @@ TOOLS = Path(importlib.util.find_spec("lowlat_cli").origin).parent.parent
 
 def clear_caches() -> None:
     """Forgets plans, warnings and log lines: they are kept for a process, and a test changes what they were made from."""
+    execute.READY.cache_clear()
     for module in (dispatch, execute):
         for value in vars(module).values():
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
@@ -160,6 +161,7 @@ def cuda(device: DeviceProperties | list[DeviceProperties]):
         patch.setattr(torch.cuda, "device", enter)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: fake.current, raising=False)
         for module in (arch_module, execute):
             patch.setattr(module, "device_properties", lambda ordinal: fake.devices[ordinal])
         patch.setattr(execute, "COMPILE_CACHE", fake.cache)

@@ -9,9 +9,14 @@ import sys
 import pytest
 
 from conformance.fake_tune_child import BASELINE_US, FLOOR_US, fake_us
+from conformance.fakes import device_of, execute
+from lowlat_cli import measure
+from lowlat_cli.environment import Gpu
+from lowlat_cli.tuning import worker
 from lowlat_cli.tuning.candidates import Candidate
 from lowlat_cli.tuning.jobs import BACK_TO_BACK, LINKED, Job
 from lowlat_cli.tuning.supervise import Supervisor, TuneError
+from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels.split_k import SplitKConfig
 
 ONE, TWO, THREE = (Candidate("split_k", SplitKConfig(16, 8, 1, stages)) for stages in (4, 5, 6))
@@ -75,3 +80,24 @@ def test_a_job_is_the_same_after_json():
     one = job(ONE, TWO)
     assert Job.from_json(json.loads(json.dumps(one.to_json()))) == one
     assert one.identity != job(TWO, ONE).identity and one.identity == job(ONE, TWO).identity
+
+
+def test_the_gpus_bench_keeps_one_shape_and_launches_what_was_compiled(monkeypatch):
+    """The wiring to ``measure`` and ``execute``, without a GPU."""
+    made, launched = [], []
+    gpu = Gpu(0, device_of(SM90), SM90)
+    monkeypatch.setattr(worker.torch.cuda, "set_device", lambda ordinal: None)
+    monkeypatch.setattr(worker, "find_gpus", lambda: ([gpu], None))
+    monkeypatch.setattr(measure, "ShapeCopies", lambda shape, gpu, tokens: made.append((shape.n, shape.k, tokens)) or object())
+    monkeypatch.setattr(execute, "COMPILE_CACHE", type("C", (), {"get": staticmethod(lambda unit: unit)}))
+    monkeypatch.setattr(execute, "launch", lambda *operands: launched.append(operands))
+    bench = worker.GpuBench(0)
+    first = bench.copies(24, 64, 8)
+    assert bench.copies(24, 64, 8) is first and bench.copies(24, 128, 8) is not first and made == [(24, 64, 8), (24, 128, 8)]
+    bench.kernel(ONE, 24, 64, 3, True)("x", "w", "r", "y")
+    assert launched == [(ONE.unit(SM90, 24, 64, 3, True), "x", "w", "r", "y")] and launched[0][0].spec.residual
+
+
+def test_linked_chains_where_the_link_can_stand():
+    assert worker.chains_for(1536, 7168) == (BACK_TO_BACK, LINKED) == worker.chains_for(8, 16384)
+    assert worker.chains_for(1537, 7168) == worker.chains_for(1536, 16392) == (BACK_TO_BACK,)

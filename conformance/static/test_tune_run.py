@@ -17,7 +17,7 @@ from lowlat_cli.tuning import command
 from lowlat_cli.tuning import run as run_module
 from lowlat_cli.tuning.candidates import Candidate
 from lowlat_cli.tuning.choose import AS_FAST, ONE_CONFIG_COST, ONE_SPLIT_COST
-from lowlat_cli.tuning.jobs import BACK_TO_BACK, LINKED
+from lowlat_cli.tuning.jobs import BACK_TO_BACK
 from lowlat_gemm import settings
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.tables import load_table_file
@@ -58,15 +58,15 @@ def test_the_table_holds_what_was_found(lowlat, fake_gpu, tmp_path):
     assert set(row.residual_cells) <= set(row.cells) and row.residual_cells
     costs = {False: [], True: []}
     for cell in found["cells"]:
-        m, times = cell["m"], cell["passes"]
-        assert len(times) == 2 and cell["baseline_us"] == BASELINE_US and cell["floor_us"] == FLOOR_US
+        m, finalists = cell["m"], cell["finalists"]
+        assert cell["baseline_us"] == BASELINE_US and cell["floor_us"] == FLOOR_US
+        assert all(len(one["us"]) == 2 and len(one["linked_us"]) == 1 for one in finalists), f"M = {m}"
         cells = row.residual_cells if cell["residual"] else row.cells
         winner = Candidate.from_json(cell["winner"] | {"config": dict(cell["winner"]["config"])})
         assert (cells[m].backend, dict(cells[m].config)) == (winner.backend, winner.mapping()), f"M = {m}"
         assert cells[m].provenance.kind == "measured" and cells[m].provenance.baseline_us == BASELINE_US
         assert cells[m].provenance.time_us == pytest.approx(fake_us(winner, BACK_TO_BACK), abs=1e-3)
-        costs[cell["residual"]].append(cell["us"] / min(one["us"][BACK_TO_BACK] for one in times[0]["times"]))
-        assert all(LINKED in one["us"] for one in times[0]["times"]), f"M = {m}"
+        costs[cell["residual"]].append(cell["us"] / min(one["us"][0] for one in finalists))
     for ratios in costs.values():  # what one split, one config a class and the linked chain may cost
         assert 1 <= statistics.geometric_mean(ratios) <= ONE_SPLIT_COST * ONE_CONFIG_COST * AS_FAST, ratios
     assert {m for m, cell in row.cells.items() if cell.provenance.kind == "interpolated"} == set(row.cells) - {c["m"] for c in found["cells"]}

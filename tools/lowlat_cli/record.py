@@ -17,6 +17,8 @@ from lowlat_gemm.kernels.store import source_hash
 from . import environment
 
 SCHEMA = 1
+#: Since 2 a cell names its mode, and any number of candidates.
+BENCH_SCHEMA = 2
 
 
 class Status(str, enum.Enum):
@@ -72,13 +74,22 @@ def make_record(
     return _head(command, gpu, started, seconds) | {"seed": seed, "counts": counts(cells), "cells": rows}
 
 
-def make_bench_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+def make_bench_record(
+    command: str, cells: list, not_reached: list[str], gpu, started: datetime.datetime, seconds: float
+) -> dict:
     """The record of a benchmark; ``cells``: of ``bench.BenchCell``. Times are in microseconds."""
     from .bench import geometric_means
 
-    means = {str(m): values for m, values in geometric_means(cells).items()}
-    rows = [cell.to_json() for cell in cells]
-    return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "bench", "not_reached": not_reached}
+    return head | {"geometric_means": geometric_means(cells), "cells": [cell.to_json() for cell in cells]}
+
+
+def make_host_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of host costs; ``cells``: of ``host_cost.HostCell``. Times are host microseconds a call."""
+    from .host_cost import medians
+
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "host", "medians": medians(cells)}
+    return head | {"cells": [cell.to_json() for cell in cells]}
 
 
 def make_tune_record(command: str, outcome: dict, gpu, started: datetime.datetime, seconds: float) -> dict:
@@ -86,7 +97,7 @@ def make_tune_record(command: str, outcome: dict, gpu, started: datetime.datetim
     return _head(command, gpu, started, seconds) | outcome
 
 
-_PATH_OPTIONS = ("--record", "--journal", "--table")
+_PATH_OPTIONS = ("--record", "--journal", "--table", "--plots")
 
 
 def command_line(program: str, arguments: list[str]) -> str:

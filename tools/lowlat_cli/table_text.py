@@ -72,7 +72,8 @@ def toml_value(value) -> str:
 
 def cell_line(m: int | str, cell: Mapping) -> str:
     """One cell of a row: backend, config entries, and what its provenance needs."""
-    return f"  {{m = {toml_value(m)}, " + ", ".join(f"{key} = {toml_value(value)}" for key, value in cell.items()) + "},"
+    fields = ", ".join(f"{key} = {toml_value(value)}" for key, value in cell.items())
+    return f"  {{m = {toml_value(m)}, {fields}}},"
 
 
 def cell_lines(cells: Mapping[int, Mapping]) -> list[str]:
@@ -81,13 +82,16 @@ def cell_lines(cells: Mapping[int, Mapping]) -> list[str]:
     ordered = sorted(cells)
     while ordered:
         first = last = ordered.pop(0)
-        while ordered and ordered[0] == last + 1 and cells[ordered[0]] == cells[first] and "time_us" not in cells[first]:
-            last = ordered.pop(0)
+        if "time_us" not in cells[first]:
+            while ordered and ordered[0] == last + 1 and cells[ordered[0]] == cells[first]:
+                last = ordered.pop(0)
         lines.append(cell_line(first if first == last else f"{first}..{last}", cells[first]))
     return lines
 
 
-def row_text(n: int, k: int, label: str, cells: Mapping[int, Mapping], residual_cells: Mapping[int, Mapping] = {}) -> str:
+def row_text(
+    n: int, k: int, label: str, cells: Mapping[int, Mapping], residual_cells: Mapping[int, Mapping] = {}
+) -> str:
     """A ``[[projection]]`` block."""
     lines = ["[[projection]]", f"n = {n}", f"k = {k}", f"label = {toml_value(label)}"]
     lines += ["cells = [", *cell_lines(cells), "]"]

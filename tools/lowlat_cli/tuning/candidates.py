@@ -33,8 +33,8 @@ ROWS = range(16, 2 * split_k.WARPGROUP_ROWS + 1, 8)
 SPLITS = range(1, split_k.MAX_SPLIT + 1)
 #: Blocks in flight of a ``fused_a`` warp beyond which its registers end.
 MAX_UNROLL = 16
-#: Depths of the token ring, the first for a start: one ring for both, or a short one of its own where token tiles are as
-#: large as the weight's.
+#: Depths of the token ring, the first for a start: one ring for both, or a short one of its own where token tiles are
+#: as large as the weight's.
 TOKEN_STAGES = {8: (0,), 16: (0,), 32: (0,), 64: (5, 4, 6, 0)}
 
 
@@ -55,8 +55,10 @@ class Candidate:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Candidate":
         """ValueError, from the backend's own reader, for a config that it does not have."""
-        given = value["config"]  # all zero: left to the shape, which a table writes as nothing
-        return cls(value["backend"], every_backend()[value["backend"]].parse_config(given if any(given.values()) else {}))
+        name, given = value["backend"], value["config"]
+        if not any(given.values()):  # left to the shape, which a table writes as nothing
+            given = {}
+        return cls(name, every_backend()[name].parse_config(given))
 
     def why_not(self, arch: Arch, n: int, k: int, m: int, residual: bool = False) -> str | None:
         return every_backend()[self.backend].why_not(arch, n, k, m, self.config, residual=residual)

@@ -1,8 +1,8 @@
 """From two passes of measurements to the cells of a row.
 
-A cell is kept where a candidate beats the baseline by MINIMUM_SPEEDUP in both passes. Among candidates that are about as
-fast back to back, the one that is faster between other kernels is taken. A row is served by one split, so that its bits
-do not depend on M, where that costs little; a token class by one config, where that costs little.
+A cell is kept where a candidate beats the baseline by MINIMUM_SPEEDUP in both passes. Among candidates that are about
+as fast back to back, the one that is faster between other kernels is taken. A row is served by one split, so that its
+bits do not depend on M, where that costs little; a token class by one config, where that costs little.
 """
 
 from __future__ import annotations
@@ -97,10 +97,13 @@ def _choose(
     chosen: dict[int, Candidate] = {}
     for tokens in groups:
         at = {m: {one: t for one, t in eligible[m].items() if allowed(one)} for m in tokens}
-        cells = {m: _pick({one: (t.us, t.linked_us) for one, t in candidates.items()}) for m, candidates in at.items() if candidates}
-        common = [one for one in at[tokens[0]] if all(one in at[m] for m in cells)] if len(cells) == len(tokens) else []
+        cells = {m: _pick({one: (t.us, t.linked_us) for one, t in found.items()}) for m, found in at.items() if found}
+        common = [one for one in at[tokens[0]] if all(one in at[m] for m in tokens)]
         means = {
-            one: tuple(statistics.geometric_mean(getattr(at[m][one], which) for m in cells) for which in ("us", "linked_us"))
+            one: (
+                statistics.geometric_mean(at[m][one].us for m in tokens),
+                statistics.geometric_mean(at[m][one].linked_us for m in tokens),
+            )
             for one in common
         }
         if means:

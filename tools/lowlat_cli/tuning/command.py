@@ -19,7 +19,8 @@ from ..checking import Shape
 from ..environment import Gpu
 from .candidates import Candidate, with_class_starts
 from .journal import Journal, run_key
-from .run import Outcome, Request, Tuner
+from .outcome import Outcome, Request
+from .run import Tuner
 from .supervise import Supervisor
 from .table_writer import Session, new_head, write_table
 
@@ -51,9 +52,14 @@ def starting_text(path: Path, family: str, gpu: Gpu) -> str:
 
 
 def make_request(
-    shapes: Sequence[Shape], tokens: Iterable[int], residual: Sequence[Shape], arch: Arch, most: int, minutes: float | None
+    shapes: Sequence[Shape],
+    tokens: Iterable[int],
+    residual: Sequence[Shape],
+    arch: Arch,
+    most: int,
+    minutes: float | None,
 ) -> Request:
-    """``residual``: besides the shapes that a table has with a residual. ValueError for token counts that no table has."""
+    """``residual``: besides the shapes that a table has with one. ValueError for token counts that no table has."""
     wanted = {(shape.n, shape.k) for shape in shapes}
     known: dict[tuple[int, int], dict[Candidate, None]] = {}
     added = {(shape.n, shape.k) for shape in residual}
@@ -68,7 +74,8 @@ def make_request(
                     continue
                 known.setdefault((key.n, key.k), {})[candidate] = None
     if unasked := added - wanted:
-        raise ValueError(f"--residual {', '.join(f'{n}x{k}' for n, k in sorted(unasked))}: not among the shapes to tune")
+        names = ", ".join(f"{n}x{k}" for n, k in sorted(unasked))
+        raise ValueError(f"--residual {names}: not among the shapes to tune")
     return Request(
         tuple(dict.fromkeys(shapes)), tuple(with_class_starts(tokens)), most, frozenset(added),
         {key: tuple(found) for key, found in known.items()}, minutes,
@@ -84,20 +91,24 @@ def tune(request: Request, gpu: Gpu, journal_path: Path | None, progress) -> Out
         with Supervisor(
             child_command(gpu), environment=os.environ | {"PYTHONPATH": search}, on_excluded=journal.exclude
         ) as supervisor:
-            compile_ahead = (lambda units, told: None) if store is None else lambda units, told: fill_store(units, store, told)
-            tuner = Tuner(request, gpu.arch, gpu.properties, supervisor, journal, compile_ahead, progress)
-            return tuner.run()
+
+            def compile_ahead(units, told) -> None:
+                if store is not None:  # else the child compiles what it measures
+                    fill_store(units, store, told)
+
+            return Tuner(request, gpu.arch, gpu.properties, supervisor, journal, compile_ahead, progress).run()
     finally:
         journal.close()
 
 
 def write(outcome: Outcome, path: Path, start: str, gpu: Gpu, label: str | None) -> str | None:
-    """The table with the rows of ``outcome``; its path, or None where there is nothing to write."""
+    """Writes the table with the rows of ``outcome``; its path, or None where there is nothing to write."""
     versions = {name: version for name, version in environment.versions().items() if version is not None}
     driver = environment.driver_version()
     versions |= {"driver": driver} if driver else {}
     commit = environment.commit()
-    note = "lowlat tune: two passes, cold weights, back-to-back launches" + (f"; commit {commit[:12]}" if commit else "")
+    note = "lowlat tune: two passes, cold weights, back-to-back launches"
+    note += f"; commit {commit[:12]}" if commit else ""
     session = Session(gpu.properties.name, datetime.date.today(), versions, note)
     rows = outcome.rows
     if label is not None:

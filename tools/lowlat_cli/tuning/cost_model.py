@@ -24,14 +24,17 @@ from .candidates import HALF_AN_SM, Candidate, tiling_of
 
 @dataclass(frozen=True)
 class Constants:
-    """Fitted to the H200 times in conformance/data/split_k_sm90_times.json, except where a source is named.
+    """Fitted to the H200 times in conformance/data/split_k_sm90_times.json and to which configs won there, except
+    ``latency_us`` (assumed) and where a source is named. That of ``fused_a`` and ``skinny`` is the same memory system
+    and no fit: a tuning run shows how well it orders them.
 
     ``stream_share``: of the peak bandwidth, that a streaming read of cold weights reaches (the floor of the records
     in hw_matrix/records/sm90). ``fixed_us``: a launch's share that does not overlap its neighbours. ``step_us``: one
     stage through barrier and tensor core; ``norm``: how far stream and steps hide each other (1: not at all).
     ``fill_weight``: how much of the idle SMs' share is lost, the rest is made up by the CTAs of the next launch.
-    ``l2_gbs``: rate at which L2 gives weight and token tiles. ``rank_us``, ``reduce_gbs``: exchange of partial sums, a step for
-    each doubling of the ranks and the bytes of one SM. ``latency_us``: of a loaded memory system, by Little's law.
+    ``l2_gbs``: rate at which L2 gives weight and token tiles. ``rank_us``, ``reduce_gbs``: exchange of partial sums,
+    a step for each doubling of the ranks and the bytes of one CTA. ``latency_us``: of a loaded memory system, by
+    Little's law.
     """
 
     stream_share: float = 0.92
@@ -56,7 +59,9 @@ def predict_us(
     return predict(candidate.config, n, k, m, device, constants)
 
 
-def _stream_us(n: int, k: int, ctas: int, per_sm: int, in_flight: float, device: DeviceProperties, c: Constants) -> float:
+def _stream_us(
+    n: int, k: int, ctas: int, per_sm: int, in_flight: float, device: DeviceProperties, c: Constants
+) -> float:
     """The weight through the SMs: ``ctas`` of which an SM holds ``per_sm``, each with ``in_flight`` bytes requested."""
     sms = device.sm_count
     if ctas > sms * per_sm:  # whole waves of full SMs

@@ -53,12 +53,13 @@ class Job:
 
     def __str__(self) -> str:
         residual = " + residual" if self.residual else ""
-        return f"{self.stage} {self.turn}, M={self.m} N={self.n} K={self.k}{residual}, {len(self.candidates)} candidates"
+        where = f"M={self.m} N={self.n} K={self.k}{residual}"
+        return f"{self.stage} {self.turn}, {where}, {len(self.candidates)} candidates"
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """Median microseconds a launch. ``times``: candidate -> chain -> us; ``others``: floor and baselines, back to back."""
+    """Median microseconds a launch. ``times``: candidate -> chain -> us; ``others``: floor, baselines, back to back."""
 
     times: Mapping[Candidate, Mapping[str, float]]
     others: Mapping[str, float]

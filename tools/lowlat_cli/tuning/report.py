@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table as Grid
 
 from .choose import interpolated
-from .run import Outcome
+from .outcome import Outcome
 
 #: Without a terminal, progress is a line at most so often.
 LINE_EVERY_S = 10.0
@@ -31,14 +31,15 @@ def progress(console: Console, title: str) -> Iterator:
             bar.update(task, completed=done, total=total, description=f"{title}: {text}")
             if not console.is_terminal and time.monotonic() - said[0] >= LINE_EVERY_S:
                 said[0] = time.monotonic()
-                console.print(f"{title}: {text} ({100 * done / total:.0f} %)", style="dim", highlight=False, markup=False)
+                share = f"{100 * done / total:.0f} %"
+                console.print(f"{title}: {text} ({share})", style="dim", highlight=False, markup=False)
 
         yield report
 
 
 def cell_rows(outcome: Outcome) -> list[dict]:
-    """One entry an M that was measured. ``winner`` is None where nothing of ours is in the table. Times: geometric means
-    of the passes; ``passes``: microseconds of every finalist in each."""
+    """One entry an M that was measured, microseconds. ``winner`` is None where nothing of ours is in the table. ``us``,
+    ``floor_us``, ``baseline_us``: geometric means of the passes; ``others`` and the finalists' ``us``: of each pass."""
     found = []
     for row in outcome.rows:
         for m, results in sorted(outcome.passes[row.n, row.k, row.residual].items()):
@@ -58,7 +59,12 @@ def cell_rows(outcome: Outcome) -> list[dict]:
                 "over_floor": _rounded(None if us is None else us / floor),
                 "over_baseline": _rounded(None if us is None else us / baseline),
                 "best_us": _rounded(None if fastest is None else times[fastest].us),
-                "passes": [result.to_json() for result in results],
+                "others": {name: [result.others[name] for result in results] for name in results[0].others},
+                "finalists": [
+                    {"backend": one.backend, "config": one.mapping(),
+                     "us": times[one].back_to_back, "linked_us": times[one].linked}
+                    for one in sorted(times, key=lambda one: times[one].us)
+                ],
             })  # fmt: skip
     return found
 
@@ -145,8 +151,9 @@ def show(console: Console, outcome: Outcome, gpu, written: str | None) -> None:
         correlation = found["rank_correlation"]
         if correlation is not None:
             line(
-                f"cost model of {backend}: rank correlation {correlation:.2f} (least {found['rank_correlation_least']:.2f}) "
-                f"over {found['classes']} classes; the fastest was one of {found['probes']} left out in {len(found['lost'])}"
+                f"cost model of {backend}: rank correlation {correlation:.2f} over {found['classes']} classes (least "
+                f"{found['rank_correlation_least']:.2f}); the fastest was one of {found['probes']} left out in "
+                f"{len(found['lost'])}"
             )
     for candidate, reason in outcome.excluded.items():
         line(f"excluded {candidate}: {reason}", "bold red")

@@ -14,27 +14,19 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lowlat_gemm.arch import Arch, DeviceProperties
 from lowlat_gemm.kernels import fused_a
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 
 from ..checking import Shape
-from .candidates import (
-    SKINNY_TOKENS,
-    Candidate,
-    TokenClass,
-    fused_a_candidates,
-    skinny_candidates,
-    tilings,
-    token_classes,
-    variants,
-)
+from .candidates import SKINNY_TOKENS, Candidate, fused_a_candidates, skinny_candidates, tilings, variants
 from .choose import choose_row, row_times
 from .cost_model import predict_us, prune, rank_correlation
 from .jobs import BACK_TO_BACK, LINKED, Job, JobResult
 from .journal import Journal
+from .outcome import ModelCheck, Outcome, Request
 from .supervise import Supervisor
 from .table_writer import RowResult
 from .worker import chains_for
@@ -50,55 +42,10 @@ PASSES = (1, 2)
 SHORT_K, TINY_K = 3584, 256
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to tune. ``residual``: the shapes whose cells with the residual epilogue are wanted as well; ``known``:
-    configs that tables have for a shape; ``most``: ``split_k`` tilings that are timed for a class."""
-
-    shapes: tuple[Shape, ...]
-    tokens: tuple[int, ...]
-    most: int
-    residual: frozenset[tuple[int, int]] = frozenset()
-    known: dict[tuple[int, int], tuple[Candidate, ...]] = field(default_factory=dict)
-    minutes: float | None = None
-
-    @property
-    def classes(self) -> list[TokenClass]:
-        return token_classes(self.tokens)
-
-
-@dataclass(frozen=True)
-class ModelCheck:
-    """How the cost model did for one backend and class of a shape: its order against the measured one, and whether a
-    candidate that it had left out was the fastest of them."""
-
-    n: int
-    k: int
-    m: int
-    backend: str
-    correlation: float | None
-    probes: int
-    lost: bool
-
-
-@dataclass
-class Outcome:
-    """What a run found. ``passes``: (n, k, residual) -> M -> the results of each pass; ``not_reached``: shapes that time
-    ran out for; ``seconds``: by stage, compiling among them."""
-
-    rows: list[RowResult] = field(default_factory=list)
-    passes: dict[tuple[int, int, bool], dict[int, list[JobResult]]] = field(default_factory=dict)
-    model: list[ModelCheck] = field(default_factory=list)
-    excluded: dict[Candidate, str] = field(default_factory=dict)
-    not_reached: list[Shape] = field(default_factory=list)
-    measured_candidates: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
 @dataclass
 class Tuner:
-    """Carries a request out. ``compile``: brings units into the store; ``progress(done, total, text)`` in launches of
-    candidates to be timed."""
+    """Carries a request out. ``compile``: brings units into the store; ``progress(done, total, text)``: in units of one
+    candidate to be screened."""
 
     request: Request
     arch: Arch
@@ -266,7 +213,7 @@ class Tuner:
         if units:
             total = max(self._total(), self._done)
             with self._clocked("compile"):
-                self.compile(units, lambda done, of: self.progress(self._done, total, f"compiled {done} of {of} kernels"))
+                self.compile(units, lambda done, of: self.progress(self._done, total, f"compiled {done} of {of}"))
 
     @contextlib.contextmanager
     def _clocked(self, stage: str) -> Iterator[None]:
@@ -288,7 +235,7 @@ def _ranked(result: JobResult) -> list[Candidate]:
 
 
 def _cheapest_order(pools: Sequence[dict[Candidate, float]]):
-    """The order of additions that every class has a candidate for, at the least cost over all; None where there is none."""
+    """The order of additions that every class has a candidate for, at the least cost over all, or None."""
     costs: dict = {}
     for pool in pools:
         best: dict = {}

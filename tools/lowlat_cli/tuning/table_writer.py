@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowlat_gemm.arch import Arch, DeviceProperties
+from lowlat_gemm.backends import CONFIG_KEYS
 from lowlat_gemm.tables import Table, available_tables, load_table
 
 from ..table_text import TableText, replace_table, row_text, toml_value
@@ -19,7 +20,7 @@ from .choose import Times, interpolated
 
 @dataclass(frozen=True)
 class RowResult:
-    """What a run found for one (N, K, residual). ``measured``: every M that was timed; ``chosen``: those with a winner."""
+    """What a run found for one (N, K, residual). ``measured``: every M that was timed; ``chosen``: the winners by M."""
 
     n: int
     k: int
@@ -82,7 +83,7 @@ def new_head(family: str, arch: Arch, device: DeviceProperties) -> str:
 
 
 def write_table(path: Path, head: str, rows: Sequence[RowResult], session: Session) -> Table | None:
-    """Replaces in ``path``, or in a new table with ``head``, what ``rows`` speak for; None when nothing is left to write.
+    """Replaces in ``path``, or in a new table with ``head``, what ``rows`` speak for; None when no row is left.
 
     Cells of an old row at other M stay; so do other rows, word for word. The file is checked by the loader before it
     takes the old one's place.
@@ -141,7 +142,8 @@ def _with_sound_ends(cells: dict[int, dict[str, Any]]) -> dict[int, dict[str, An
     measured = {m: cell for m, cell in cells.items() if "time_us" in cell}
 
     def config(cell: Mapping) -> dict:
-        return {k: v for k, v in cell.items() if k not in ("provenance", "source", "time_us", "baseline_us", "device", "date", "versions")}
+        keys = CONFIG_KEYS[cell["backend"]]
+        return {key: cell[key] for key in ("backend", *keys.required, *keys.optional) if key in cell}
 
     def sound(m: int) -> bool:
         low, high = max((o for o in measured if o < m), default=None), min((o for o in measured if o > m), default=None)

@@ -29,14 +29,15 @@ LINK_MAX_K = 16_384
 
 
 class GpuBench:
-    """What the child measures with. Tests put one in its place that needs no GPU, and none of what this one imports."""
+    """What the child measures with. Tests put one in its place that needs no GPU and none of what this one imports."""
 
     def __init__(self, ordinal: int):
         from .. import measure
 
         torch.cuda.set_device(ordinal)
         self.gpu = find_gpus()[0][ordinal]
-        self.interleaved, self.replay_us, self._shape_copies = measure.interleaved, measure.replay_us, measure.ShapeCopies
+        self.interleaved, self.replay_us = measure.interleaved, measure.replay_us
+        self._shape_copies = measure.ShapeCopies
         self._made: tuple | None = None
 
     def copies(self, n: int, k: int, max_tokens: int):
@@ -167,7 +168,8 @@ def serve(bench, lines: Iterable[str], emit: Emit) -> int:
         try:
             measure(bench, Job.from_json(json.loads(line)), emit)
         except Exception as error:  # a device that has seen an illegal access answers nothing any more
-            emit({"event": "broken", "reason": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"})
+            said = (str(error).splitlines() or [""])[0]
+            emit({"event": "broken", "reason": f"{type(error).__name__}: {said}"})
             return 1
     return 0
 
