@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from lowlat_gemm.arch import Arch
+from lowlat_gemm.arch import ARCHES, Arch
 from lowlat_gemm.dispatch import Plan, PlanEntry, plan_for
 from lowlat_gemm.kernels import fused_a, skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
+from lowlat_gemm.kernels.registry import backend, every_backend
 from lowlat_gemm.kernels.split_k import SplitKConfig
-from lowlat_gemm.tables import Cell, Provenance, available_tables, load_table
+from lowlat_gemm.tables import Cell, available_tables, load_table
 
 
 #: Configs of split_k for what no table reaches: every split and token tile, one and two row warpgroups, both stage
@@ -40,6 +42,11 @@ FUSED_A_CONFIGS = [
     FusedAConfig(1, 16, 1, 1),
     FusedAConfig(2, 1, 2, 4),
     FusedAConfig(1, 1, 4, 2),
+    # As many registers as the predicate takes.
+    FusedAConfig(1, 1, 4, 4),
+    FusedAConfig(1, 8, 4, 4),
+    FusedAConfig(1, 16, 2, 2),
+    FusedAConfig(4, 4, 2, 2),
 ]
 
 #: Shapes outside every table, the last two smaller than a chunk of most configs.
@@ -84,13 +91,39 @@ def table_cases(arch: Arch) -> list[Case]:
 
 
 def kernel_cases(arch: Arch) -> list[Case]:
-    """The cells that this build has a kernel for."""
-    return [case for case in table_cases(arch) if case.entry.unit is not None]
+    """The cells whose backend the dispatcher has, also one that its predicate refuses: such a cell is to fail."""
+    return [case for case in table_cases(arch) if backend(case.cell.backend) is not None]
+
+
+def written_unit(case: Case) -> CompileUnit | None:
+    """What a cell's kernel compiles from, proven or not; None where the kernel is not written, or refuses the cell."""
+    written = every_backend().get(case.cell.backend)
+    if written is None:
+        return None
+    config = written.parse_config(case.cell.config)
+    if written.why_not(case.arch, case.n, case.k, case.m, config, residual=case.residual) is not None:
+        return None
+    return written.compile_unit(case.arch, case.n, case.k, case.m, config, residual=case.residual)
+
+
+@functools.lru_cache(maxsize=None)
+def _cells_by_unit(target: str) -> dict[CompileUnit, list[Case]]:
+    found: dict[CompileUnit, list[Case]] = {}
+    for arch in ARCHES:
+        if arch.compile_target == target:
+            for case in table_cases(arch):
+                found.setdefault(written_unit(case), []).append(case)
+    return found
+
+
+def cells_of_unit(unit: CompileUnit) -> list[Case]:
+    """The table cells that run on a compile unit."""
+    return _cells_by_unit(unit.target).get(unit, [])
 
 
 def compile_units(arch: Arch) -> list[CompileUnit]:
     """Everything that the tables of a generation can have compiled, and the defaults of one shape; each once."""
-    units = [case.entry.unit for case in kernel_cases(arch)]
+    units = [case.entry.unit for case in kernel_cases(arch) if case.entry.unit is not None]
     return list(dict.fromkeys(units + default_units(arch, DEFAULT_SHAPES[:1], (1, 4, 16))))
 
 
@@ -103,6 +136,11 @@ def default_units(arch: Arch, shapes: Sequence[tuple[int, int]], fp16_tokens: Co
             for dtype in ("bfloat16", "float16") if m in fp16_tokens else ("bfloat16",):
                 units.append(skinny.compile_unit(arch, n, k, m, config, residual=True, dtype=dtype))
     return list(dict.fromkeys(units))
+
+
+def skinny_units(arch: Arch) -> list[CompileUnit]:
+    """skinny's part of ``compile_units``: for what its machine code must be."""
+    return [unit for unit in compile_units(arch) if unit.kernel == skinny.NAME]
 
 
 def split_k_units(arch: Arch) -> list[CompileUnit]:
@@ -118,10 +156,13 @@ def split_k_units(arch: Arch) -> list[CompileUnit]:
 
 
 def fused_a_units(arch: Arch) -> list[CompileUnit]:
-    """What the tables name, and ``FUSED_A_CONFIGS`` with residual, for up to 8 and up to 16 tokens."""
-    cells = [case for case in table_cases(arch) if case.cell.backend == fused_a.NAME]
-    units = [fused_a.compile_unit(arch, c.n, c.k, c.m, FusedAConfig(), residual=c.residual) for c in cells]
-    units += [fused_a.compile_unit(arch, 1536, 7168, m, one, residual=True) for one in FUSED_A_CONFIGS for m in (8, 16)]
+    """``FUSED_A_CONFIGS`` with residual, for up to 8 and for more tokens."""
+    units = [
+        fused_a.compile_unit(arch, 1536, 7168, m, one, residual=True)
+        for one in FUSED_A_CONFIGS
+        for m in (8, 16)
+        if fused_a.why_not(arch, 1536, 7168, m, one, residual=True) is None
+    ]
     return list(dict.fromkeys(units))
 
 
@@ -130,46 +171,24 @@ def written_units(arch: Arch) -> list[CompileUnit]:
 
     Kernels that are kept from dispatch are among them: what a table will name has to hold the contract before.
     """
-    cells = [case for case in table_cases(arch) if case.cell.backend == split_k.NAME]
-    named = [
-        split_k.compile_unit(arch, c.n, c.k, c.m, split_k.parse_config(c.cell.config), residual=c.residual) for c in cells
-    ]
+    named = list(filter(None, map(written_unit, table_cases(arch))))
     # Of the test's configs every other one with residual, the rest without: ten minutes of compiling say no more.
     count = 2 * len(SPLIT_K_CONFIGS)
     standing = [unit for i, unit in enumerate(split_k_units(arch)) if i >= count or i % 4 in (0, 3)]
-    return list(dict.fromkeys([*compile_units(arch), *fused_a_units(arch), *standing, *named]))
+    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing]))
 
 
 def unit_cases(arch: Arch) -> list[Case]:
     """One case a compile unit, the first: for what depends on the code and not on the shape."""
-    by_unit: dict[CompileUnit, Case] = {}
+    by_unit: dict[CompileUnit | None, Case] = {}
     for case in kernel_cases(arch):
         by_unit.setdefault(case.entry.unit, case)
     return list(by_unit.values())
 
 
-#: (N, K, M, residual) of what the tables may lack: the residual epilogue, and many tokens.
-STANDING = [(1536, 7168, 1, True), (1536, 7168, 2, True), (2304, 1536, 9, True), (2304, 1536, 16, False), (104, 1032, 5, True)]
-
-
-def standing_cases(arch: Arch) -> list[Case]:
-    """Cases with skinny's default configs, which no table brings: they run past the tables, through the same code."""
-    found = []
-    for n, k, m, residual in STANDING:
-        config = skinny.default_config(arch, n, k, m, residual=residual)
-        unit = skinny.compile_unit(arch, n, k, m, config, residual=residual)
-        values = {name: value for name, value in vars(config).items() if value is not None}
-        cell = Cell(skinny.NAME, values, Provenance("public", source="none: a standing case"))
-        entry = PlanEntry(m, residual, cell, config, unit)
-        found.append(Case("standing", arch, n, k, m, residual, cell, entry))
-    return found
-
-
 def unit_id(unit: CompileUnit) -> str:
-    """A readable test id: ``skinny-sm_90a-m3-bfloat16-128.2.1.8``, ``-residual`` where it has one."""
-    spec = unit.spec
-    config = ".".join(str(value) for value in vars(spec.config).values() if value is not None)
-    tokens = getattr(spec, "tokens", None) or 8 * getattr(spec, "token_groups", 0)
-    parts = [unit.kernel, unit.target, *([f"m{tokens}"] if tokens else []), spec.input_dtype]
-    parts += [spec.output_dtype] if getattr(spec, "output_dtype", spec.input_dtype) != spec.input_dtype else []
-    return "-".join([*parts, config, *(["residual"] if spec.residual else [])])
+    """A readable test id: ``skinny-sm_90a-128.2.1.8-3-bfloat16``: config, then the rest of the spec; ``-residual``."""
+    rest = {name: value for name, value in vars(unit.spec).items() if name not in ("config", "residual")}
+    config = ".".join(str(value) for value in vars(unit.spec.config).values() if value is not None)
+    words = [unit.kernel, unit.target, config, *(str(value) for value in rest.values() if value is not None)]
+    return "-".join(words) + "-residual" * unit.spec.residual

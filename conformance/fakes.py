@@ -281,3 +281,19 @@ def run_pytest(folder: Path, source: str, *options: str, **environ: str) -> subp
     command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-q", "test_sample.py", *options]
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env | {"PYTHONPATH": path} | environ)
+
+
+#: Fields of a waiver as TOML has them.
+GOOD_WAIVER = {
+    "test": '"test_sample.py::test_a[1]"',
+    "arches": '["sm90"]',
+    "reason": '"known"',
+    "link": '"https://example.org/1"',
+    "expires": "2999-12-31",
+}
+
+
+def write_waivers(path: Path, *entries: dict) -> Path:
+    lines = ["[[waiver]]\n" + "".join(f"{key} = {value}\n" for key, value in entry.items()) for entry in entries]
+    path.write_text("\n".join(lines))
+    return path

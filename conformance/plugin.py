@@ -2,7 +2,8 @@
 
 A runner claims a generation by LOWLAT_RUNNER_ARCH (set by the runner-* configs of .bazelrc), a Bazel GPU test by
 --require-gpu. With either, a GPU that is not there is a failure, and so is every skip. Without them a GPU test is
-skipped where its GPU is missing, so that `python -m pytest conformance --arch sm90` works on any machine.
+skipped where its GPU is missing, so that `python -m pytest conformance --arch sm90` works on any machine. The one
+failure that such a runner lets pass is one that a waiver names (waivers.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import pytest
 
 from lowlat_gemm.arch import ARCHES, Arch, arch_of_capability, parse_arch
 
-pytest_plugins = ["conformance.sharding", "conformance.records"]
+# In the order in which they import one another.
+pytest_plugins = [
+    "conformance.waivers",
+    "conformance.isolated_worker",
+    "conformance.sharding",
+    "conformance.records",
+    "conformance.isolation",
+]
 
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
@@ -118,14 +126,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _refuse_skip(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
+    from conformance import waivers
+
     arch = claimed_arch(config)
-    if arch and report.skipped:  # an expected failure is reported as a skip too: neither proves anything
+    if arch and report.skipped and not waivers.is_waived(report):  # an expected failure is reported as a skip too: neither proves anything
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"skipped on a runner that claims {arch.name}: {reason}"
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: after waivers
 def pytest_runtest_makereport(item: pytest.Item):
     report = yield
     _refuse_skip(item.config, report)
@@ -151,23 +161,24 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``case``: each cell of --arch that has a kernel; for a test marked ``one_case_per_unit``, one a unit.
 
-    ``table_case``: each cell; ``unit``: each compile unit of the dispatcher's kernels; ``written_unit``: those of the
-    kernels that it does not have yet, too.
+    ``table_case``: each cell; ``written_unit``: each compile unit of every kernel that is written; ``unit``: skinny's
+    compile units; ``lm_head``: each kernel on large language-model heads.
     """
-    from conformance import cases
+    from conformance import cases, standing
 
     marks = [mark for mark in metafunc.definition.iter_markers() if mark.name == "one_case_per_unit"]
     wanted = marks[0].kwargs if marks else {}
 
     def per_unit(arch: Arch) -> list[cases.Case]:
-        found = cases.unit_cases(arch) + cases.standing_cases(arch)
+        found = cases.unit_cases(arch) + standing.standing_cases(arch)
         return [case for case in found if all(getattr(case, name) == value for name, value in wanted.items())]
 
     sources = {
         "case": per_unit if marks else cases.kernel_cases,
         "table_case": cases.table_cases,
-        "unit": cases.compile_units,
         "written_unit": cases.written_units,
+        "unit": cases.skinny_units,
+        "lm_head": standing.lm_head_cases,
     }
     name = metafunc.config.getoption("--arch")
     for fixture, source in sources.items():

@@ -1,9 +1,10 @@
-"""The record of a conformance run: each cell that a GPU test judged, in the schema of ``lowlat check``.
+"""The record of a conformance run, one JSON file a shard: where and what ran, every test, every judged cell.
 
-Tests hand in their verdict through the fixture ``cell_result``. A run that covers a generation says how many cells
-of its tables it judged, out of how many that this build has a kernel for, and fails below all of those it collected.
-The record goes to ``--record FILE``, else into the folder LOWLAT_RECORD_DIR, else under Bazel to the undeclared
-outputs of the shard (which Bazel loses without `zip`).
+Tests hand in the verdict on a cell through the fixtures ``cell_result`` (ran on the GPU) and ``unit_result`` (compiled,
+or followed in a model). A cell that was to be judged and was not is recorded as failed and fails the run, as does a
+test that was selected and never reported. The record goes to ``--record FILE``, else into the folder
+LOWLAT_RECORD_DIR, else under Bazel to the undeclared outputs of the shard (which Bazel loses without `zip`).
+``hw_matrix merge`` joins the records of all shards.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from pathlib import Path
 
 import pytest
 
+from conformance import waivers
+from conformance.isolated_worker import WORKER
 from conformance.seed import SEED
-from conformance.sharding import shard_from
+from conformance.sharding import COLLECTED, digest, shard_from
 from lowlat_cli.environment import find_gpus
 from lowlat_cli.record import CellResult, Status, command_line, counts, make_record, write_record
 
 _CELLS = pytest.StashKey[list]()
-_EXPECTED = pytest.StashKey[list]()
+_TESTS = pytest.StashKey[dict]()
+_EXPECTED = pytest.StashKey[dict]()
 _STARTED = pytest.StashKey[tuple]()
 _PROPERTY = "cell"
+
+#: What becomes of a test. A closed set; the worst of its phases counts.
+OUTCOMES = ("passed", "skipped", "waived", "failed", "not run")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,8 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "judges_cells: hands in the verdict of each of its cases with `cell_result`")
-    config.stash[_CELLS], config.stash[_EXPECTED] = [], []
+    config.stash[_CELLS], config.stash[_TESTS], config.stash[_EXPECTED] = [], {}, {}
     config.stash[_STARTED] = (datetime.datetime.now(datetime.timezone.utc), time.monotonic())
+    config.pluginmanager.register(_Collector(config), "lowlat-cell-collector")
 
 
 def _verdict(case, status: Status, reason: str | None, worst_ulps: float | None) -> CellResult:
@@ -49,40 +57,68 @@ def _verdict(case, status: Status, reason: str | None, worst_ulps: float | None)
     )  # fmt: skip
 
 
+def _hand_in(request: pytest.FixtureRequest, result: CellResult) -> None:
+    # Plain values: a worker process sends them over a wire.
+    request.node.user_properties.append((_PROPERTY, vars(result) | {"status": result.status.value}))
+
+
 @pytest.fixture
 def cell_result(request: pytest.FixtureRequest):
-    """``cell_result(case, parity_report)`` puts a cell's verdict into the record."""
+    """``cell_result(case, parity_report)`` puts the verdict on a cell that ran on the GPU into the record."""
 
     def add(case, report) -> None:
         status = Status.KERNEL if report.ok else Status.FAILED
-        result = _verdict(case, status, None if report.ok else str(report), report.worst_ulps)
-        # Plain values: a worker process sends them over a wire.
-        request.node.user_properties.append((_PROPERTY, vars(result) | {"status": status.value}))
+        _hand_in(request, _verdict(case, status, None if report.ok else str(report), report.worst_ulps))
 
     return add
 
 
+@pytest.fixture
+def unit_result(request: pytest.FixtureRequest):
+    """``unit_result(unit, status, worst_ulps=None)`` says of all cells with that compile unit what was shown without a
+    GPU: ``Status.COMPILED`` or ``Status.MODEL``."""
+    from conformance.cases import cells_of_unit
+
+    def add(unit, status: Status, worst_ulps: float | None = None) -> None:
+        assert status in (Status.COMPILED, Status.MODEL), status
+        for case in cells_of_unit(unit):
+            _hand_in(request, _verdict(case, status, None, worst_ulps))
+
+    return add
+
+
+def _outcome(report: pytest.TestReport) -> str:
+    return "waived" if waivers.is_waived(report) else report.outcome
+
+
 class _Collector:
-    """Gathers what tests handed in, from worker processes too."""
+    """Gathers what tests handed in, from child processes too."""
 
     def __init__(self, config: pytest.Config):
         self.config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        tests = self.config.stash[_TESTS]
+        outcome, seconds = tests.get(report.nodeid, ("passed", 0.0))
+        worst = max(outcome, _outcome(report), key=OUTCOMES.index)
+        tests[report.nodeid] = (worst, seconds + report.duration)
         if report.when == "call":
-            values = [value for key, value in report.user_properties if key == _PROPERTY]
-            self.config.stash[_CELLS] += [CellResult(**value | {"status": Status(value["status"])}) for value in values]
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.pluginmanager.register(_Collector(session.config), "lowlat-cell-collector")
+            for value in (value for key, value in report.user_properties if key == _PROPERTY):
+                status = Status(value["status"])
+                if status is Status.FAILED and worst == "waived":
+                    status = Status.WAIVED
+                value = value | {"status": status, "seconds": round(report.duration, 3)}
+                self.config.stash[_CELLS].append(CellResult(**value))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The cells that this process is to judge: those of the tests that shards and filters have left."""
-    judging = [item for item in session.items if item.get_closest_marker("judges_cells")]
-    session.config.stash[_EXPECTED] = [item.callspec.params["case"] for item in judging]
+    """What this process is to run and to judge: the tests that shards and filters have left."""
+    tests = {item.nodeid: None for item in session.items}
+    for item in session.items:
+        if item.get_closest_marker("judges_cells"):
+            tests[item.nodeid] = item.callspec.params["case"]
+    session.config.stash[_EXPECTED] = tests
 
 
 def _key(cell) -> tuple:
@@ -92,35 +128,61 @@ def _key(cell) -> tuple:
 def _missing(config: pytest.Config) -> list[CellResult]:
     """Verdicts for the cells that were to be judged and were not: their test ended before it could."""
     judged = {_key(cell) for cell in config.stash[_CELLS]}
-    lost = [case for case in config.stash[_EXPECTED] if _key(case) not in judged]
-    return [_verdict(case, Status.FAILED, "its test ended before a verdict", None) for case in lost]
+    lost = []
+    for nodeid, case in config.stash[_EXPECTED].items():
+        outcome = config.stash[_TESTS].get(nodeid, ("not run",))[0]
+        if case is not None and outcome != "skipped" and _key(case) not in judged:
+            status = Status.WAIVED if outcome == "waived" else Status.FAILED
+            lost.append(_verdict(case, status, "its test ended before a verdict", None))
+    return lost
+
+
+def _tests(config: pytest.Config) -> list[dict]:
+    ran = config.stash[_TESTS]
+    found = [(nodeid, *ran.get(nodeid, ("not run", 0.0))) for nodeid in sorted({*config.stash[_EXPECTED], *ran})]
+    return [{"id": nodeid, "outcome": outcome, "seconds": round(seconds, 3)} for nodeid, outcome, seconds in found]
+
+
+def _path(config: pytest.Config) -> Path | None:
+    folder = os.environ.get("LOWLAT_RECORD_DIR") or os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
+    if config.getoption("--record") is not None or not folder:
+        return config.getoption("--record")
+    shard = shard_from(dict(os.environ))
+    return Path(folder) / f"{_suite(config)}-{shard.index}-of-{shard.total}.json"
+
+
+def _suite(config: pytest.Config) -> str:
+    """What was collected, by folder and generation: ``gpu_sm90``, ``static``. One folder may hold several suites' records."""
+    files = {Path(nodeid.split("::")[0]) for nodeid in config.stash.get(COLLECTED, [])}
+    names = "+".join(sorted({file.parent.name or "tests" for file in files})) or "nothing"
+    return "_".join(filter(None, (names, config.getoption("--arch"))))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
-    if hasattr(config, "workerinput") or config.getoption("--collect-only"):
-        return  # pytest-xdist's controller has them all
-    ran = bool(config.stash[_CELLS])
-    if ran:
-        missing = _missing(config)
-        config.stash[_CELLS] += missing
-        if missing and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    folder = os.environ.get("LOWLAT_RECORD_DIR") or os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
-    path = config.getoption("--record")
-    if path is None and folder:
-        index, total = shard_from(dict(os.environ)) or (0, 1)
-        name = config.getoption("--arch") or "any"
-        path = Path(folder) / f"conformance-{name}-{index}-of-{total}.json"
-    if path is None or not ran:
+    if hasattr(config, "workerinput") or WORKER in os.environ or config.getoption("--collect-only"):
+        return  # the process that started this one has them all
+    missing = _missing(config)
+    config.stash[_CELLS] += missing
+    tests = _tests(config)
+    incomplete = any(cell.status is Status.FAILED for cell in missing) or any(t["outcome"] == "not run" for t in tests)
+    if incomplete and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    path = _path(config)
+    collected = config.stash.get(COLLECTED, [])
+    if path is None or not (collected or tests):
         return
     gpus, _ = find_gpus()
     started, clock = config.stash[_STARTED]
     command = command_line("python -m pytest", sys.argv[1:])
     seconds = time.monotonic() - clock
-    gpu = gpus[0] if gpus else None
-    write_record(make_record(command, config.stash[_CELLS], gpu, started, seconds, SEED), path)
+    record = make_record(command, config.stash[_CELLS], gpus[0] if gpus else None, started, seconds, SEED)
+    shard = shard_from(dict(os.environ))
+    record["kind"], record["suite"] = "conformance shard", _suite(config)
+    record["arch"] = config.getoption("--arch")
+    record["shard"] = {"index": shard.index, "total": shard.total, "collected": len(collected), "digest": digest(collected)}
+    write_record(record | {"tests": tests}, path)
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
@@ -131,9 +193,21 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if not cells or not name:
         return
     arch = parse_arch(name)
-    with_kernel, all_cells = len(kernel_cases(arch)), len(table_cases(arch))
-    on_kernel = counts(cells)[Status.KERNEL.value]
-    terminalreporter.write_line(
-        f"{arch}: {on_kernel} of {with_kernel} cells with a kernel ran on it and are right "
-        f"({all_cells} in its tables, {all_cells - with_kernel} on backends that are not built)"
-    )
+    with_kernel, all_cells, found = len(kernel_cases(arch)), len(table_cases(arch)), counts(_last_verdicts(cells))
+    if found["compiled"] or found["model"]:
+        without_gpu = f"{found['compiled']} compile-checked, {found['model']} model-checked"
+        terminalreporter.write_line(f"{arch}: of {all_cells} cells in its tables {without_gpu}")
+    else:
+        terminalreporter.write_line(
+            f"{arch}: {found['kernel']} of {with_kernel} cells with a kernel ran on it and are right "
+            f"({all_cells} in its tables, {all_cells - with_kernel} on backends that are not built)"
+        )
+
+
+def _last_verdicts(cells: list[CellResult]) -> list[CellResult]:
+    """One verdict a cell: in a run without a GPU a model says more than a compile, whichever came first."""
+    order = (Status.COMPILED, Status.MODEL)
+    found: dict[tuple, CellResult] = {}
+    for cell in sorted(cells, key=lambda cell: order.index(cell.status) if cell.status in order else len(order)):
+        found[_key(cell)] = cell
+    return list(found.values())

@@ -1,55 +1,85 @@
-"""Bazel's test sharding for pytest, such that the shards together run every test once.
+"""Test shards for pytest, such that together they run every test once.
 
-Each shard collects everything and keeps its part. A shard may come out empty; a collection that is empty before
-the parts are taken stays pytest's error. What each shard saw and kept is written to its undeclared outputs, so that
-a complete run can be told from one that lost something.
+A suite may be cut over machines (LOWLAT_SHARD=i/n, from 0) and again by Bazel on each (shard_count). Each shard
+collects everything and keeps its part. A shard may come out empty; a collection that is empty before the parts are
+taken stays pytest's error. What was collected, as a digest, and what this shard kept is in its record (records.py), so
+that ``hw_matrix merge`` can tell a complete run from one that lost something.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-_COLLECTED = pytest.StashKey[int]()
+#: What the session collected before filters and shards: node ids, sorted.
+COLLECTED = pytest.StashKey[list]()
+_FILTERED = pytest.StashKey[int]()
 
 
-def shard_of(nodeids: Iterable[str], index: int, total: int) -> list[str]:
-    """The node ids that shard ``index`` of ``total`` runs. The same in every shard, whatever order it collected in."""
-    if not 0 <= index < total:
-        raise ValueError(f"shard index {index} is not in 0..{total - 1}")
-    return sorted(nodeids)[index::total]
+@dataclass(frozen=True)
+class Shard:
+    """Part ``index`` of ``total``."""
+
+    index: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.total:
+            raise ValueError(f"shard index {self.index} is not in 0..{self.total - 1}")
 
 
-def shard_from(environ: dict[str, str]) -> tuple[int, int] | None:
-    """(index, total) that Bazel gave to this process, or None when it does not shard."""
+def shard_of(nodeids: Iterable[str], shard: Shard) -> list[str]:
+    """The node ids that ``shard`` runs. The same in every shard, whatever order it collected in."""
+    return sorted(nodeids)[shard.index :: shard.total]
+
+
+def shard_from(environ: dict[str, str]) -> Shard:
+    """The shard that this process is: 0 of 1 when nothing shards. ValueError for what cannot be read."""
+    machine = Shard(0, 1)
+    if text := environ.get("LOWLAT_SHARD"):
+        try:
+            machine = Shard(*map(int, text.split("/")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"LOWLAT_SHARD={text!r}: expected i/n, i from 0 ({error})") from None
     total = int(environ.get("TEST_TOTAL_SHARDS") or 1)
-    return (int(environ["TEST_SHARD_INDEX"]), total) if total > 1 else None
+    here = Shard(int(environ["TEST_SHARD_INDEX"]), total) if total > 1 else Shard(0, 1)
+    return Shard(machine.index * here.total + here.index, machine.total * here.total)
 
 
-@pytest.hookimpl(trylast=True)  # after -k and -m
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[_COLLECTED] = len(items)
-    collected = sorted(item.nodeid for item in items)
+def digest(nodeids: Iterable[str]) -> str:
+    """One word for a set of tests: two shards of one suite have the same for what they collected."""
+    return hashlib.sha256("\n".join(sorted(nodeids)).encode()).hexdigest()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        shard_from(dict(os.environ))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+    config.stash[COLLECTED] = sorted(item.nodeid for item in items)
+    result = yield
+    config.stash[_FILTERED] = len(items)
     shard = shard_from(dict(os.environ))
-    if shard:
-        if status := os.environ.get("TEST_SHARD_STATUS_FILE"):
-            Path(status).touch()  # tells Bazel that this runner knows about shards
-        mine = set(shard_of(collected, *shard))
+    if status := os.environ.get("TEST_SHARD_STATUS_FILE"):
+        Path(status).touch()  # tells Bazel that this runner knows about shards
+    if shard.total > 1:
+        mine = set(shard_of((item.nodeid for item in items), shard))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
         items[:] = [item for item in items if item.nodeid in mine]
-    if folder := os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR"):
-        index, total = shard or (0, 1)
-        selected = sorted(item.nodeid for item in items)
-        report = {"index": index, "total": total, "collected": collected, "selected": selected}
-        (Path(folder) / f"tests-{index}-of-{total}.json").write_text(json.dumps(report, indent=1))
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    lost_to_other_shards = session.config.stash.get(_COLLECTED, 0) > 0 and shard_from(dict(os.environ))
+    lost_to_other_shards = session.config.stash.get(_FILTERED, 0) > 0 and shard_from(dict(os.environ)).total > 1
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and lost_to_other_shards:
         session.exitstatus = pytest.ExitCode.OK

@@ -17,6 +17,7 @@ from . import settings as settings_module
 from .arch import Arch, DeviceProperties, resolve_arch
 from .kernels.compile_cache import CompileUnit
 from .kernels.registry import backend, built_backends, missing_packages
+from .kernels.wheels import mixed_wheels
 from .operands import Reason, Refusal
 from .settings import Settings
 from .tables import Cell, ProjectionSpec, Table, available_tables, load_table
@@ -273,7 +274,8 @@ def entry_refusal(plan: Plan, m: int, residual: bool) -> Refusal | None:
 def missing_packages_refusal() -> Refusal | None:
     """Why no kernel at all can be compiled here, or None."""
     missing = missing_packages()
-    return Refusal(Reason.BACKEND_UNAVAILABLE, f"not installed: {', '.join(missing)}") if missing else None
+    problem = f"not installed: {', '.join(missing)}" if missing else mixed_wheels()
+    return None if problem is None else Refusal(Reason.BACKEND_UNAVAILABLE, problem)
 
 
 def explain(

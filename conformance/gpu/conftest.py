@@ -9,6 +9,7 @@ import torch
 
 from conformance import cases
 from conformance.cases import Case
+from conformance.standing import lm_head_cases, standing_cases
 from lowlat_gemm.arch import Arch
 from lowlat_gemm.execute import compile_ahead, compiled_for, launch, operand_refusal, try_low_latency_gemm
 
@@ -19,7 +20,7 @@ def everything_compiled(arch: Arch) -> None:
     if os.environ.get("LOWLAT_TEST_SANITIZER"):
         return
     defaults = cases.default_units(arch, cases.DEFAULT_SHAPES, range(17))
-    standing = [case.entry.unit for case in cases.standing_cases(arch)]
+    standing = [case.entry.unit for case in standing_cases(arch) + lm_head_cases(arch)]
     problems = compile_ahead([*cases.compile_units(arch), *defaults, *standing, *cases.split_k_units(arch)])
     assert not problems, problems
 

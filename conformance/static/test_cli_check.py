@@ -17,6 +17,10 @@ from lowlat_gemm.dispatch import explain
 pytestmark = pytest.mark.usefixtures("clean_settings", "public_world")
 
 
+def _ended(record: dict) -> dict[str, int]:
+    return {status: count for status, count in record["counts"].items() if count}
+
+
 def test_check_on_paper(lowlat, small, no_gpu, tmp_path):
     path = tmp_path / "made" / "record.json"
     code, out, err = lowlat("check", "--record", path)
@@ -43,7 +47,7 @@ def test_the_record_has_what_the_design_names(lowlat, small, no_gpu):
 def test_check_as_json(lowlat, small, no_gpu):
     code, out, _ = lowlat("check", "--arch", "sm90", "--json")
     found = json.loads(out)
-    assert code == 0 and found["counts"] == {"kernel": 0, "failed": 0, "reference": 2, "backend not built": 6, "fallback": 8}
+    assert code == 0 and _ended(found) == {"reference": 2, "backend not built": 6, "fallback": 8}
 
 
 @pytest.mark.parametrize("value", [1e4, float("nan"), float("inf")])
@@ -83,7 +87,7 @@ def on_gpu(monkeypatch, small):
 def test_check_on_a_gpu_runs_every_cell_of_a_built_backend(lowlat, on_gpu):
     code, out, _ = lowlat("check", "--json", "--require-gpu")
     found = json.loads(out)
-    assert code == 0 and found["counts"] == {"kernel": 2, "failed": 0, "reference": 0, "backend not built": 6, "fallback": 8}
+    assert code == 0 and _ended(found) == {"kernel": 2, "backend not built": 6, "fallback": 8}
     assert found["machine"]["gpu"]["name"] == "H200" and len(on_gpu.calls) == 2
 
 

@@ -40,6 +40,14 @@ def test_a_planned_call_runs_on_its_kernel(gpu, m):
     assert try_gemm(x, weight) is not None and gpu.cache.compiles == 1 and len(gpu.calls) == 2
 
 
+@pytest.mark.parametrize(("stride", "seen"), [(K, K), (K + 8, K + 8), (K + 3, K), (1, K)])
+def test_a_kernel_sees_a_stride_of_whole_words_also_of_a_single_row(gpu, stride, seen):
+    """A tensor map refuses another one, and a caller's single row may have any."""
+    x, strides = bf16(1, 2 * K).as_strided((1, K), (stride, 1)), []
+    execute.launch(lambda x, *rest: strides.append(x.stride()), x, bf16(N, K))
+    assert strides == [(seen, 1)]
+
+
 def test_the_residual_has_its_own_kernel(gpu):
     x, weight, residual = bf16(1, K), bf16(N, K, seed=1), bf16(1, N, seed=2)
     assert parity(try_gemm(x, weight, residual), reference_gemm(x, weight, residual)).ok

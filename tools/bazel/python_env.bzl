@@ -1,6 +1,6 @@
 """The Python that Bazel runs everything with: a hash-locked environment, or an interpreter that the user names.
 
-Two repositories. `selected_python` is small and holds the toolchain; it refers to `locked_python`, which makes
+(On a remote-execution cluster: the one in the container.) Two repositories. `selected_python` is small and holds the toolchain; it refers to `locked_python`, which makes
 the environment, only where LOWLAT_PYTHON is not set, so that a machine without a network never tries to.
 The environment itself lies in a cache folder (make_env.py says where) that clones share.
 """
@@ -83,8 +83,20 @@ locked_python = repository_rule(
     local = True,
 )
 
+def _select_remote(repository_ctx):
+    """The interpreter of a container on a remote-execution cluster: nothing of it can be looked at from here."""
+    environ = repository_ctx.os.environ
+    python = environ.get("LOWLAT_REMOTE_PYTHON", "")
+    if not python.startswith("/"):
+        fail("lowlat_gemm: --config=rbe-* needs LOWLAT_REMOTE_PYTHON=/path/to/python3, as it is in the container")
+    repository_ctx.file("versions.txt", "{} in {}\n".format(python, environ.get("LOWLAT_REMOTE_IMAGE", "")), executable = False)
+    repository_ctx.file("BUILD", _TOOLCHAIN.format(home = "") + _RUNTIME.format(python = python), executable = False)
+
 def _selected_python_impl(repository_ctx):
     script = repository_ctx.path(Label("//tools/bazel:check_python.py"))
+    if repository_ctx.os.environ.get("LOWLAT_REMOTE"):
+        _select_remote(repository_ctx)
+        return
     python = repository_ctx.os.environ.get("LOWLAT_PYTHON", "")
     if not python:
         if repository_ctx.os.environ.get("LOWLAT_PYTHON_REQUIRED"):
@@ -106,6 +118,13 @@ def _selected_python_impl(repository_ctx):
 
 selected_python = repository_rule(
     implementation = _selected_python_impl,
-    environ = ["LOWLAT_PYTHON", "LOWLAT_PYTHON_REQUIRED", "PYTHONPATH"],
+    environ = [
+        "LOWLAT_PYTHON",
+        "LOWLAT_PYTHON_REQUIRED",
+        "LOWLAT_REMOTE",
+        "LOWLAT_REMOTE_IMAGE",
+        "LOWLAT_REMOTE_PYTHON",
+        "PYTHONPATH",
+    ],
     local = True,
 )

@@ -11,6 +11,7 @@ import lowlat_gemm
 from lowlat_gemm import settings
 from lowlat_gemm.dispatch import plan_for
 from lowlat_gemm.kernels.registry import built_backends, missing_packages
+from lowlat_gemm.kernels.wheels import mixed_wheels
 from lowlat_gemm.kernels.store import default_folder
 from lowlat_gemm.operands import Reason
 from lowlat_gemm.tables import TableError, available_tables, load_table
@@ -113,6 +114,8 @@ def examine() -> Report:
         problems.append("no GPU of a served generation")
     if missing_packages():
         problems.append(f"kernels cannot be compiled: not installed: {', '.join(missing_packages())}")
+    elif mixed := mixed_wheels():
+        problems.append(f"kernels are off: {mixed}")
     if chosen.disabled and chosen.problem is None:
         problems.append("switched off by LOWLAT_GEMM_DISABLE")
     tables = [_table_health(family, arch) for family, arch in available_tables()]

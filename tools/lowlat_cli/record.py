@@ -12,6 +12,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lowlat_gemm.kernels.store import source_hash
+
 from . import environment
 
 SCHEMA = 1
@@ -24,6 +26,9 @@ class Status(str, enum.Enum):
 
     KERNEL = "kernel"  # ran on the table's kernel on a GPU of the generation, and every element was within the bound
     FAILED = "failed"  # ran and was wrong, or dispatch did something else than it said
+    WAIVED = "waived"  # as failed, and a reviewed waiver that is in force names its test
+    MODEL = "model"  # no GPU: the kernel was followed step by step in a model of the generation, and was right there
+    COMPILED = "compiled"  # no GPU: the cell's kernel compiles for the generation and fits, without spills
     REFERENCE = "reference"  # no such GPU here: dispatch was followed to the kernel, the result is the reference's
     NOT_BUILT = "backend not built"  # the table names a backend that this build does not have yet
     FALLBACK = "fallback"  # the table has no cell, or the cell is refused: the caller's own GEMM runs
@@ -34,7 +39,8 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell of one generation. ``worst_ulps``: largest error in units in the last place of the output type."""
+    """One cell of one generation. ``worst_ulps``: largest error in units in the last place of the output type (BF16 in
+    every table). ``seconds``: what the test that judged it took."""
 
     arch: str
     n: int
@@ -48,6 +54,7 @@ class CellResult:
     reason: str | None = None
     provenance: str | None = None
     worst_ulps: float | None = None
+    seconds: float | None = None
 
     def __str__(self) -> str:
         return f"{self.arch} M={self.m} N={self.n} K={self.k}{' + residual' if self.residual else ''}"
@@ -116,6 +123,7 @@ def _head(command: str, gpu, started: datetime.datetime, seconds: float) -> dict
         "commit": environment.commit(),
         "machine": environment.machine(gpu),
         "versions": environment.versions(),
+        "kernel_sources": source_hash(),
     }
 
 
@@ -124,12 +132,18 @@ def _finite(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
+#: The parts of a record that are lists of rows.
+ROWS = ("tests", "cells")
+
+
 def render(record: dict) -> str:
-    """The record as text: a line a cell, so that two records can be compared with diff."""
-    head = {key: value for key, value in record.items() if key != "cells"}
-    text = json.dumps(head, indent=1)[:-2]
-    cells = ",\n".join("  " + json.dumps(cell) for cell in record["cells"])
-    return f'{text},\n "cells": [\n{cells}\n ]\n}}\n'
+    """The record as text: a line a row, so that two records can be compared with diff."""
+    text = json.dumps({key: value for key, value in record.items() if key not in ROWS}, indent=1)[:-2]
+    for key in ROWS:
+        if key in record:
+            rows = ",\n".join("  " + json.dumps(row) for row in record[key])
+            text += f',\n "{key}": [\n{rows}\n ]'
+    return text + "\n}\n"
 
 
 def write_record(record: dict, path: Path) -> None:

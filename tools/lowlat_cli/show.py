@@ -20,10 +20,15 @@ from .record import CellResult, Status, counts
 STYLES = {
     Status.KERNEL: "green",
     Status.FAILED: "bold red",
+    Status.WAIVED: "red",
+    Status.MODEL: "magenta",
+    Status.COMPILED: "blue",
     Status.REFERENCE: "cyan",
     Status.NOT_BUILT: "yellow",
     Status.FALLBACK: "dim",
 }
+#: What a cell of ``lowlat check`` can come to.
+CHECKED = (Status.KERNEL, Status.FAILED, Status.REFERENCE, Status.NOT_BUILT, Status.FALLBACK)
 #: At most this many failed cells are printed one by one; the record has all.
 FAILURES_SHOWN = 20
 
@@ -119,7 +124,7 @@ def check(
     _reasons(console, cells)
     console.print(f"ran on: {gpu}" if gpu else f"no kernel ran: {why_no_gpu}", highlight=False, soft_wrap=True)
     total = counts(cells)
-    text = ", ".join(f"{total[status.value]} {status}" for status in Status)
+    text = ", ".join(f"{total[status.value]} {status}" for status in CHECKED)
     console.print(f"{_plural(len(cells), 'cell')}: {text}", highlight=False, soft_wrap=True)
     if record is not None:
         console.print(f"record: {record}", highlight=False, soft_wrap=True)

@@ -72,6 +72,6 @@ def test_each_shard_writes_a_record_of_its_own(tmp_path, variable):
     for index in range(2):
         shard = {"TEST_TOTAL_SHARDS": "2", "TEST_SHARD_INDEX": str(index), variable: str(tmp_path / "out")}
         assert run_pytest(tmp_path, SAMPLE, *OPTIONS, **shard).returncode == 0
-        record = json.loads((tmp_path / "out" / f"conformance-sm90-{index}-of-2.json").read_text())
+        record = json.loads((tmp_path / "out" / f"tests_sm90-{index}-of-2.json").read_text())
         found |= {(c["n"], c["k"], c["m"]) for c in record["cells"]}
     assert found == {(case.n, case.k, case.m) for case in CASES}

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from conformance import plugin
 from conformance.fakes import run_pytest as run
-from conformance.sharding import shard_of
+from conformance.sharding import Shard, digest, shard_from, shard_of
 
 
 @given(st.sets(st.text(max_size=8)), st.integers(1, 9), st.randoms(use_true_random=False))
 def test_shards_are_a_partition(nodeids: set[str], total: int, rng: random.Random):
     shuffled = list(nodeids)
     rng.shuffle(shuffled)
-    shards = [shard_of(shuffled if index else sorted(nodeids), index, total) for index in range(total)]
+    shards = [shard_of(shuffled if index else sorted(nodeids), Shard(index, total)) for index in range(total)]
+    assert digest(shuffled) == digest(sorted(nodeids))
     assert sorted(nodeid for shard in shards for nodeid in shard) == sorted(nodeids)
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
@@ -27,7 +28,26 @@ def test_shards_are_a_partition(nodeids: set[str], total: int, rng: random.Rando
 @pytest.mark.parametrize("index", [-1, 3, 4])
 def test_an_index_outside_the_total_is_an_error(index):
     with pytest.raises(ValueError, match="not in 0..2"):
-        shard_of(["a"], index, 3)
+        Shard(index, 3)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Shard(0, 1)),
+        ({"LOWLAT_SHARD": "1/3"}, Shard(1, 3)),
+        ({"TEST_TOTAL_SHARDS": "2", "TEST_SHARD_INDEX": "1"}, Shard(1, 2)),
+        ({"LOWLAT_SHARD": "1/3", "TEST_TOTAL_SHARDS": "2", "TEST_SHARD_INDEX": "1"}, Shard(3, 6)),
+    ],
+)
+def test_machines_and_bazel_shard_together(environ, expected):
+    assert shard_from(environ) == expected
+
+
+@pytest.mark.parametrize("text", ["3/3", "-1/2", "1", "a/b", "1/2/3", "0/0"])
+def test_a_machine_shard_that_cannot_be_is_one_clear_line(tmp_path, text):
+    result = run(tmp_path, SAMPLE, LOWLAT_SHARD=text)
+    assert result.returncode == 4 and f"LOWLAT_SHARD='{text}': expected i/n" in result.stderr, result.stderr
 
 
 SAMPLE = """
@@ -48,9 +68,9 @@ def test_all_shards_together_run_everything_once(tmp_path):
         assert result.returncode == 0, result.stdout + result.stderr
         assert (tmp_path / f"status-{index}").exists()
     assert len(list(tmp_path.glob("ran-*"))) == 5
-    reports = [json.loads((tmp_path / f"tests-{index}-of-{total}.json").read_text()) for index in range(total)]
-    assert all(report["collected"] == reports[0]["collected"] for report in reports)
-    assert sorted(nodeid for report in reports for nodeid in report["selected"]) == reports[0]["collected"]
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("tests-*-of-7.json")]
+    assert {record["shard"]["index"] for record in records} == set(range(total))
+    assert {record["shard"]["digest"] for record in records} == {digest(t["id"] for r in records for t in r["tests"])}
 
 
 @pytest.mark.parametrize("shards", [{}, {"TEST_TOTAL_SHARDS": "2", "TEST_SHARD_INDEX": "1"}])

@@ -1,0 +1,104 @@
+"""The hardware report: the page, the table, and what changed since the last record."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+from conformance.cases import table_cases
+from conformance.fake_records import cell_of, record_of
+from hw_matrix import markdown, page
+from hw_matrix.coverage import Proof, Record, load_records
+from hw_matrix.summary import changes, newest_times, summarize
+from lowlat_gemm.arch import ARCHES, SM90, SM103
+from lowlat_gemm.tables import PROVENANCE_KINDS
+
+ROOT = Path.cwd()  # pytest's root, with and without Bazel
+
+
+class _Tags(HTMLParser):
+    """Every element is closed, nothing is loaded from elsewhere."""
+
+    VOID = {"meta", "br", "img", "input", "path", "use", "rect", "line", "circle"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loaded, self.cells = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.loaded += [value for name, value in given.items() if name in ("src", "href", "xlink:href") and not value.startswith("#")]
+        if "cell" in given.get("class", "").split():
+            self.cells.append(given["class"].split()[-1])
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert tag in self.VOID or self.open.pop() == tag, tag
+
+
+def test_the_page_is_whole_and_has_every_cell(tmp_path):
+    (tmp_path / "sm103").mkdir(parents=True)
+    (tmp_path / "sm103" / "x.json").write_text(json.dumps(record_of([cell_of(table_cases(SM103)[0], "compiled")], gpu=None)))
+    for path in (ROOT / "hw_matrix/records/sm90").glob("*.json"):
+        (tmp_path / "sm90").mkdir(exist_ok=True)
+        (tmp_path / "sm90" / path.name).write_text(path.read_text())
+    summary = summarize(tmp_path)
+    text = page.render(summary)
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.open == [] and tags.loaded == [] and "<script" not in text
+    assert len(tags.cells) == sum(len(table_cases(arch)) for arch in ARCHES)
+    assert all(str(word) in text for word in (*Proof, *PROVENANCE_KINDS))
+    assert text.count("<svg") == 2 and "time / floor" in text and text.count("<title>Time over the floor") == 2
+    assert text == page.render(summarize(tmp_path)), "two reports of the same records differ"
+
+
+def test_the_table_has_a_row_for_every_generation_and_every_word():
+    text = markdown.render(summarize(ROOT / "hw_matrix/records"))
+    rows = [line for line in text.splitlines() if line.startswith("| SM")]
+    assert [row.split()[1] for row in rows] == [arch.name.upper() for arch in ARCHES]
+    assert all(f"**{word}**: " in text for word in (*Proof, *PROVENANCE_KINDS))
+
+
+def test_the_checked_in_table_is_what_the_records_say():
+    wanted = markdown.render(summarize(ROOT / "hw_matrix/records"))
+    assert (ROOT / "docs/hardware.md").read_text() == wanted, "docs/hardware.md: run ./tools/bazelw run //hw_matrix -- report"
+
+
+def _bench(started: str, ours: float) -> Record:
+    timings = {"floor": {"us": 10.0}, "ours": {"us": ours}, "cublas": {"us": 20.0}}
+    cells = [{"n": 64, "k": 128, "m": m, "timings": timings, "backend": "skinny"} for m in (1, 2)]
+    cells.append(cells[0] | {"mode": {"weights": "warm", "pdl": True, "chain": "back_to_back"}, "timings": timings | {"ours": {"us": 1.0}}})
+    return Record(f"bench {started}", record_of(cells, started=started))
+
+
+def test_changes_are_those_of_the_last_two_records_of_a_kind():
+    cases = table_cases(SM90)[:4]
+    before = Record("before", record_of([cell_of(c) for c in cases[:3]]))
+    after = Record("after", record_of([cell_of(cases[0], "failed"), cell_of(cases[1], worst_ulps=0.75), cell_of(cases[3])]))
+    said = changes([before, after])
+    assert said == [
+        "before to after: 1 cells ran that had not run before; 1 cells that had run did not run; 1 cells became wrong; "
+        "worst error 0.500 to 0.750 ulp"
+    ]
+    said = changes([_bench("2026-12-01", 12.0), _bench("2026-12-02", 15.0)])
+    assert said == [
+        "bench 2026-12-01 to bench 2026-12-02: ours over the floor changed by +25.0 % over 2 cells; 0 faster, 2 slower by more than 3 %"
+    ]
+
+
+def test_the_newest_times_in_the_usual_mode_count():
+    times = newest_times([_bench("2026-12-01", 12.0), _bench("2026-12-02", 15.0)])
+    assert [(t.m, t.over_floor("ours"), t.over_floor("cublas")) for t in times] == [(1, 1.5, 2.0), (2, 1.5, 2.0)]
+
+
+def test_records_are_read_oldest_first(tmp_path):
+    (tmp_path / "sm90").mkdir()
+    for name, started in (("a", "2026-12-02"), ("b", "2026-12-01")):
+        (tmp_path / "sm90" / f"{name}.json").write_text(json.dumps(record_of([], started=started)))
+    assert [record.name for record in load_records(tmp_path)["sm90"]] == ["sm90/b.json", "sm90/a.json"]

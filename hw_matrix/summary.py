@@ -1,0 +1,177 @@
+"""What a report says, as data: per generation the cells by proof and provenance, errors, times, and what changed."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lowlat_gemm.arch import ARCHES, Arch
+from lowlat_gemm.tables import PROVENANCE_KINDS
+
+from .coverage import RECORDS, CellState, Proof, Record, cell_key, cell_states, counts, kernel_sources, load_records
+from .runners import Runner, load_runners
+
+FLOOR, OURS, CUBLAS = "floor", "ours", "cublas"
+#: A change of a time below this is the spread of two runs.
+NOISE = 0.03
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one (N, K, M) in one benchmark: cold weights, PDL, GEMM after GEMM. None: nothing of that kind ran."""
+
+    n: int
+    k: int
+    m: int
+    floor: float
+    ours: float | None
+    cublas: float | None
+    backend: str | None
+    record: Record
+
+    def over_floor(self, who: str) -> float | None:
+        time = getattr(self, who)
+        return None if time is None else time / self.floor
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One GPU generation."""
+
+    arch: Arch
+    runner: Runner
+    states: tuple[CellState, ...]
+    records: tuple[Record, ...]
+    times: tuple[Times, ...]
+    changes: tuple[str, ...]
+
+    @property
+    def proofs(self) -> dict[Proof, int]:
+        return counts(self.states)
+
+    @property
+    def provenances(self) -> dict[str, int]:
+        found = collections.Counter(state.provenance for state in self.states)
+        return {kind: found[kind] for kind in PROVENANCE_KINDS}
+
+    @property
+    def missing(self) -> list[CellState]:
+        """Cells that claim hardware and have no good record."""
+        return [state for state in self.states if state.is_missing]
+
+    @property
+    def worst(self) -> CellState | None:
+        """The cell with the largest error among those that ran on hardware."""
+        ran = [state for state in self.states if state.proof is Proof.HARDWARE and state.worst_ulps is not None]
+        return max(ran, key=lambda state: state.worst_ulps, default=None)
+
+    @property
+    def stale(self) -> list[Record]:
+        """Records that hardware-run cells rest on and that were made with other kernel sources than those of now."""
+        used = {state.record.name: state.record for state in self.states if state.proof is Proof.HARDWARE}
+        return [record for record in used.values() if record.data.get("kernel_sources") != kernel_sources()]
+
+    def mean_over_floor(self, who: str, m: int | None = None) -> float | None:
+        """Geometric mean over the cells where a kernel of ours was timed."""
+        ratios = [t.over_floor(who) for t in self.times if t.ours is not None and m in (None, t.m)]
+        found = [ratio for ratio in ratios if ratio is not None]
+        return statistics.geometric_mean(found) if found else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    generations: tuple[Generation, ...]
+    records: Mapping[str, list[Record]] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[CellState]:
+        return [state for generation in self.generations for state in generation.missing]
+
+
+def summarize(folder: Path = RECORDS, runners: Mapping[str, Runner] | None = None) -> Summary:
+    """The state of all generations by the records in ``folder``."""
+    runners = runners or load_runners()
+    records = load_records(folder)
+    made = []
+    for arch in ARCHES:
+        own = records[arch.name]
+        states = cell_states(arch, own, runners[arch.name])
+        made.append(Generation(arch, runners[arch.name], tuple(states), tuple(own), tuple(newest_times(own)), tuple(changes(own))))
+    return Summary(tuple(made), records)
+
+
+def _is_usual(mode: Mapping | None) -> bool:
+    """Cold weights, PDL, back to back: what every benchmark has; the first schema had nothing else and did not say so."""
+    return mode is None or (mode["weights"], mode["pdl"], mode["chain"]) == ("cold", True, "back_to_back")
+
+
+def times_of(record: Record) -> list[Times]:
+    found = []
+    for cell in record.data["cells"]:
+        timings = {name: timing["us"] for name, timing in cell.get("timings", {}).items()}
+        if FLOOR in timings and _is_usual(cell.get("mode")):
+            shape = (cell["n"], cell["k"], cell["m"])
+            ours = timings.get(OURS)
+            backend = cell.get("backend") if ours is not None else None
+            found.append(Times(*shape, timings[FLOOR], ours, timings.get(CUBLAS), backend, record))
+    return found
+
+
+def newest_times(records: Iterable[Record]) -> list[Times]:
+    """The newest times of each (N, K, M); ``records``: oldest first."""
+    found: dict[tuple, Times] = {}
+    for record in records:
+        for times in times_of(record):
+            found[times.n, times.k, times.m] = times
+    return sorted(found.values(), key=lambda times: (times.n * times.k, times.n, times.m))
+
+
+def changes(records: Sequence[Record]) -> list[str]:
+    """What the newest record says otherwise than the one before of its kind, in sentences; of verdicts and of times."""
+    found = []
+    verdicts = [record for record in records if record.has_verdicts and record.gpu]
+    if len(verdicts) > 1:
+        found += _changed_verdicts(*verdicts[-2:])
+    timed = [record for record in records if record.has_timings]
+    if len(timed) > 1:
+        found += _changed_times(*timed[-2:])
+    return found
+
+
+def _on_kernel(record: Record) -> dict[tuple, Mapping]:
+    judged = ("kernel", "failed", "waived")
+    return {cell_key(cell): cell for cell in record.data["cells"] if cell.get("status") in judged}
+
+
+def _changed_verdicts(before: Record, after: Record) -> list[str]:
+    old, new = _on_kernel(before), _on_kernel(after)
+    both = old.keys() & new.keys()
+    turned = [key for key in both if old[key]["status"] != new[key]["status"]]
+    rows = [
+        (len(new.keys() - old.keys()), "cells ran that had not run before"),
+        (len(old.keys() - new.keys()), "cells that had run did not run"),
+        (sum(new[key]["status"] == "kernel" for key in turned), "cells became right"),
+        (sum(new[key]["status"] == "failed" for key in turned), "cells became wrong"),
+        (sum(old[key]["config"] != new[key]["config"] or old[key]["backend"] != new[key]["backend"] for key in both),
+         "cells ran with another backend or config"),
+    ]  # fmt: skip
+    said = [f"{count} {text}" for count, text in rows if count]
+    worst = [max((float(c["worst_ulps"]) for c in cells.values() if c["worst_ulps"] is not None), default=0.0) for cells in (old, new)]
+    said.append(f"worst error {worst[0]:.3f} to {worst[1]:.3f} ulp")
+    return [f"{before.name} to {after.name}: {'; '.join(said)}"]
+
+
+def _changed_times(before: Record, after: Record) -> list[str]:
+    old, new = ({(t.n, t.k, t.m): t for t in times_of(record) if t.ours is not None} for record in (before, after))
+    both = sorted(old.keys() & new.keys())
+    if not both:
+        return [f"{before.name} to {after.name}: no cell of ours was timed in both"]
+    # Over the floor of its own run: clocks differ between two sessions.
+    ratios = {key: new[key].over_floor(OURS) / old[key].over_floor(OURS) for key in both}
+    mean = statistics.geometric_mean(ratios.values())
+    slower, faster = sum(r > 1 + NOISE for r in ratios.values()), sum(r < 1 - NOISE for r in ratios.values())
+    text = f"ours over the floor changed by {100 * (mean - 1):+.1f} % over {len(both)} cells"
+    return [f"{before.name} to {after.name}: {text}; {faster} faster, {slower} slower by more than {100 * NOISE:.0f} %"]
