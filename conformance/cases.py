@@ -33,7 +33,14 @@ SPLIT_K_CONFIGS = [
 ]
 
 #: Configs of fused_a besides those that the shape chooses: several row warps and tiles, one K warp and many.
-FUSED_A_CONFIGS = [FusedAConfig(1, 8, 1, 4), FusedAConfig(2, 4, 2, 2), FusedAConfig(4, 1, 1, 8), FusedAConfig(1, 16, 1, 1)]
+FUSED_A_CONFIGS = [
+    FusedAConfig(1, 8, 1, 4),
+    FusedAConfig(2, 4, 2, 2),
+    FusedAConfig(4, 1, 1, 8),
+    FusedAConfig(1, 16, 1, 1),
+    FusedAConfig(2, 1, 2, 4),
+    FusedAConfig(1, 1, 4, 2),
+]
 
 #: Shapes outside every table, the last two smaller than a chunk of most configs.
 DEFAULT_SHAPES = [(1536, 7168), (100, 1032), (7, 264)]

@@ -18,7 +18,9 @@ import lowlat_gemm
 from lowlat_gemm import arch as arch_module
 from lowlat_gemm import dispatch, settings
 from lowlat_gemm.arch import ARCHES, Arch, DeviceProperties
+from lowlat_gemm.kernels import registry
 from lowlat_gemm.kernels.compile_cache import CompileCache, Made
+from lowlat_gemm.tables import loader
 from lowlat_gemm.tables import Cell, ProjectionSpec, Provenance, Table, load_table
 from lowlat_gemm.tables.schema import frozen
 
@@ -31,6 +33,7 @@ TOOLS = Path(importlib.util.find_spec("lowlat_cli").origin).parent.parent
 
 def clear_caches() -> None:
     """Forgets plans, warnings and log lines: they are kept for a process, and a test changes what they were made from."""
+    execute.READY.cache_clear()
     for module in (dispatch, execute):
         for value in vars(module).values():
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
@@ -45,6 +48,24 @@ def clean_settings():
     clear_caches()
     yield
     settings.restore(before)
+    clear_caches()
+
+
+@pytest.fixture
+def public_world(monkeypatch, tmp_path_factory):
+    """The public tables, and a build that has ``skinny`` alone: a world that stays as it is when tables are tuned."""
+    from tools.import_public_tables import outputs
+
+    folder = tmp_path_factory.mktemp("public_tables")
+    for name, text in outputs().items():
+        (folder / name).write_text(text)
+    monkeypatch.setattr(loader, "_FOLDER", folder)
+    backends = {name: replace(one, proven=name == "skinny") for name, one in registry._BACKENDS.items()}
+    monkeypatch.setattr(registry, "_BACKENDS", backends)
+    loader._load_shipped.cache_clear()
+    clear_caches()
+    yield
+    loader._load_shipped.cache_clear()
     clear_caches()
 
 
@@ -140,6 +161,7 @@ def cuda(device: DeviceProperties | list[DeviceProperties]):
         patch.setattr(torch.cuda, "device", enter)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: fake.current, raising=False)
         for module in (arch_module, execute):
             patch.setattr(module, "device_properties", lambda ordinal: fake.devices[ordinal])
         patch.setattr(execute, "COMPILE_CACHE", fake.cache)

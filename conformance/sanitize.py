@@ -31,6 +31,11 @@ PARTS = {
         "3-residual-bfloat16 or (ends_with and 2304x1536)",
         "(32 and 3-residual-bfloat16) or (128 and 1-plain-bfloat16)",
     ),
+    "fused_a": (
+        ["conformance/gpu/test_fused_a.py"],
+        "one_short_k or (tails and 1.16.1.1-bfloat16)",
+        "one_short_k and (1.4.1.1 or 2.1.2.4)",
+    ),
     "split_k": (["conformance/gpu/test_split_k.py"], "sanitizer", "sanitizer"),
 }
 LIMIT_S = 150

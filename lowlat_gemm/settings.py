@@ -7,6 +7,7 @@
 | ``LOWLAT_GEMM_ANY_DEVICE`` | 0 | 1: use a generation's table on sibling devices that it was not measured on |
 | ``LOWLAT_GEMM_BATCH_INVARIANT`` | 0 | 1: only plans whose bits do not depend on M; ``VLLM_BATCH_INVARIANT=1`` means the same |
 | ``LOWLAT_GEMM_STRICT`` | 0 | 1: raise where a launch would have to compile during CUDA graph capture, instead of falling back |
+| ``LOWLAT_GEMM_TABLES`` | none | folder of tables of one's own; they come before those of the package |
 | ``LOWLAT_GEMM_CACHE_DIR`` | ``~/.cache/lowlat_gemm`` | folder of compiled kernels |
 """
 
@@ -47,6 +48,7 @@ class Settings:
     batch_invariant: bool = False
     strict: bool = False
     cache_dir: str | None = None
+    tables: str | None = None
     #: What could not be read of the environment; the library is then off, for guessing could run what was denied.
     problem: str | None = None
 
@@ -61,6 +63,13 @@ def _flag(environ, name: str) -> bool:
     if value in _FALSE:
         return False
     raise ValueError(f"{name}={environ[name]!r}: expected 1 or 0")
+
+
+def _folder(environ, name: str) -> str | None:
+    value = environ.get(name) or None
+    if value is not None and not os.path.isdir(value):
+        raise ValueError(f"{name}={value!r}: expected a folder")
+    return value
 
 
 def parse_deny(text: str) -> tuple[DenyItem, ...]:
@@ -89,6 +98,7 @@ def read(environ=os.environ) -> Settings:
         or environ.get("VLLM_BATCH_INVARIANT", "").strip().lower() not in _FALSE,
         strict=_flag(environ, "LOWLAT_GEMM_STRICT"),
         cache_dir=environ.get("LOWLAT_GEMM_CACHE_DIR") or None,
+        tables=_folder(environ, "LOWLAT_GEMM_TABLES"),
     )
 
 

@@ -3,7 +3,9 @@
     python -m tools.import_public_tables            # writes lowlat_gemm/tables/kimi_k3_*.toml
     python -m tools.import_public_tables --check    # says which of them differ; exit 1 if any does
 
-The tables that are checked in are exactly what this prints, until measured rows join them.
+The tables that are checked in are exactly what this prints: rows without a measured cell are the public ones, in the
+order of the source. A row that has one belongs to ``lowlat tune``, as does its source; both are kept word for word,
+and shapes that it names as lost stay away.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lowlat_gemm.models import projection_shapes
+
+from .lowlat_cli.table_text import TableText
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "conformance" / "data" / "kimi_k3_public_vllm_0_33_0.json"
@@ -142,7 +146,23 @@ def outputs() -> dict[str, str]:
     """File name -> text of every table."""
     public = json.loads(SOURCE.read_text(encoding="utf-8"))
     names = labels()
-    return {f"{FAMILY}_{arch}.toml": render(arch, public[arch], names) for arch in DEVICES}
+    found = {}
+    for arch in DEVICES:
+        path = TABLES / f"{FAMILY}_{arch}.toml"
+        present = path.read_text(encoding="utf-8") if path.is_file() else ""
+        found[path.name] = with_measured(render(arch, public[arch], names), present)
+    return found
+
+
+def with_measured(public: str, present: str) -> str:
+    """The text ``public`` with what ``present`` holds of our own measurements in it."""
+    made, there = TableText.parse(public), TableText.parse(present)
+    rows = {key: text for key, text in there.rows.items() if "measured" in there.kinds(key)}
+    sources = {key: text for key, text in there.sources.items() if 'kind = "measured"' in text}
+    made.rows = {key: rows.get(key, text) for key, text in made.rows.items() if key not in there.lost} | rows
+    made.lost = there.lost
+    made.sources |= sources
+    return made.render()
 
 
 def main() -> int:

@@ -25,8 +25,9 @@ def _check(arch, n, k, m, config, residual=False, dtype="bfloat16"):
     where = f"{dtype} M = {m}, N = {n}, K = {k}, {config}"
     compiled = _kernel(arch, n, k, m, config, residual=residual, dtype=dtype)
     for kind in ("random", "integer"):
-        data = operands(n, k, kind, dtype=getattr(torch, dtype))
-        out = CanaryOutput(m, n, data.x.dtype, "cuda", pitch=n + 1)
+        data = operands(n, k, kind, tokens=max(16, m), dtype=getattr(torch, dtype))
+        # An odd pitch of y: element stores; a multiple of 8: stores of whole words.
+        out = CanaryOutput(m, n, data.x.dtype, "cuda", pitch=-(-n // 8) * 8 + m % 2)
         added = poisoned(data.residual[:m], n + 3) if residual else None
         # The slice of a packed projection that F_B really reads has such a pitch.
         launch(compiled, poisoned(data.x[:m], k + 6160), poisoned(data.weight, k + 8), added, out.y)
@@ -47,18 +48,31 @@ def test_the_public_cells(arch):
 @pytest.mark.parametrize("config", FUSED_A_CONFIGS, ids=lambda config: ".".join(map(str, vars(config).values())))
 def test_tails_and_residual(arch, config, dtype):
     for n, k in SHAPES:
-        for m in (1, 7, 8, 9, 16):
-            _check(arch, n, k, m, config, residual=True, dtype=dtype)
+        for m in (1, 2, 7, 8, 9, 16, 17, 30, 33, 64):
+            if why_not(arch, n, k, m, config, residual=True) is None:
+                _check(arch, n, k, m, config, residual=True, dtype=dtype)
 
 
-def test_bits_do_not_depend_on_m_or_position(arch):
-    data = operands(2112, 7168, "random")
-    wanted = launch(_kernel(arch, 2112, 7168, 16, FusedAConfig()), data.x, data.weight)
-    for m in range(1, 17):
-        y = launch(_kernel(arch, 2112, 7168, m, FusedAConfig()), data.x[:m], data.weight)
+@pytest.mark.parametrize("config", [FusedAConfig(2, 1, 2, 4), FusedAConfig(1, 1, 4, 4), FusedAConfig(1, 4, 1, 1), FusedAConfig()],
+                         ids=lambda config: ".".join(map(str, vars(config).values())))
+def test_one_short_k(arch, config):
+    """K = 128: all weights are in registers before the wait. Tails of N; both kinds of store, up to 64 tokens."""
+    for n in (1536, 100, 17):
+        for m in (1, 2, 8, 15, 16, 31, 32, 63, 64):
+            if why_not(arch, n, 128, m, config) is None:
+                _check(arch, n, 128, m, config)
+                _check(arch, n, 128, m, config, residual=True)
+
+
+@pytest.mark.parametrize("k", [128, 7168])
+def test_bits_do_not_depend_on_m_or_position(arch, k):
+    n, data = 2112, operands(2112, k, "random", tokens=300)
+    wanted = launch(_kernel(arch, n, k, 300, FusedAConfig()), data.x, data.weight)
+    for m in (*range(1, 65), 65, 128, 300):
+        y = launch(_kernel(arch, n, k, m, FusedAConfig()), data.x[:m], data.weight)
         assert torch.equal(y, wanted[:m]), f"M = {m}: {int((y != wanted[:m]).sum())} elements differ"
-    alone = _kernel(arch, 2112, 7168, 1, FusedAConfig())
-    for position in range(16):
+    alone = _kernel(arch, n, k, 1, FusedAConfig())
+    for position in (*range(64), 299):
         assert torch.equal(launch(alone, data.x[position : position + 1], data.weight)[0], wanted[position]), position
 
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from conformance.fakes import clean_settings, fake_table, use_table  # noqa: F401
+from conformance.fakes import clean_settings, fake_table, public_world, use_table  # noqa: F401
 from lowlat_gemm import explain, plan_for, settings
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.dispatch import entry_refusal
 from lowlat_gemm.kernels import registry
 from lowlat_gemm.operands import Reason
 
-pytestmark = pytest.mark.usefixtures("clean_settings", "split_k_proven")
+pytestmark = pytest.mark.usefixtures("clean_settings", "public_world", "split_k_proven")
 
 
 @pytest.fixture

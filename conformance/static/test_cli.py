@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from conformance.fakes import PACKAGE, clean_settings, device_of, lowlat, no_gpu, run_python, small  # noqa: F401
+from conformance.fakes import PACKAGE, clean_settings, device_of, lowlat, no_gpu, public_world, run_python, small  # noqa: F401
 from lowlat_cli import environment
 from lowlat_cli.environment import Gpu
 from lowlat_gemm import settings
@@ -15,7 +15,7 @@ from lowlat_gemm.arch import ARCHES, SM90
 from lowlat_gemm.dispatch import explain
 from lowlat_gemm.tables import available_tables
 
-pytestmark = pytest.mark.usefixtures("clean_settings")
+pytestmark = pytest.mark.usefixtures("clean_settings", "public_world")
 
 # ---- doctor, plan, explain
 
@@ -182,7 +182,7 @@ cli.main()
 def test_without_cutlass_routing_still_works_and_doctor_says_so(tmp_path):
     hide = ("cutlass", "tvm_ffi")
     result = run_python("-c", SMALL_CHECK, "--json", folder=tmp_path, hide=hide)
-    assert result.returncode == 0 and json.loads(result.stdout)["counts"]["reference"] == 2, result.stderr
+    assert result.returncode == 0 and json.loads(result.stdout)["counts"]["reference"] >= 2, result.stderr
     result = run_python("-m", "lowlat_cli", "doctor", folder=tmp_path, hide=hide)
     assert result.returncode == 1 and "not installed: nvidia-cutlass-dsl, apache-tvm-ffi" in result.stdout
     result = run_python("-m", "lowlat_cli", "explain", 1, 1536, 7168, "--arch", "sm90", folder=tmp_path, hide=hide)

@@ -7,14 +7,14 @@ import json
 import pytest
 import torch
 
-from conformance.fakes import clean_settings, cuda, device_of, lowlat, no_gpu, small  # noqa: F401
+from conformance.fakes import clean_settings, cuda, device_of, lowlat, no_gpu, public_world, small  # noqa: F401
 from lowlat_cli import checking, environment, record
 from lowlat_cli.environment import Gpu
 from lowlat_cli.record import Status
 from lowlat_gemm.arch import ARCHES, SM90, SM100, SM103
 from lowlat_gemm.dispatch import explain
 
-pytestmark = pytest.mark.usefixtures("clean_settings")
+pytestmark = pytest.mark.usefixtures("clean_settings", "public_world")
 
 
 def test_check_on_paper(lowlat, small, no_gpu, tmp_path):

@@ -11,11 +11,13 @@ from dataclasses import fields
 
 import pytest
 
+from conformance.fakes import public_world  # noqa: F401
 from lowlat_gemm.arch import ARCHES
 from lowlat_gemm.kernels.compile_cache import CompileCache, CompileError, CompileUnit, Made
 from lowlat_gemm.kernels.registry import backend
 from lowlat_gemm.kernels.skinny import SkinnyConfig, SkinnySpec
 from lowlat_gemm.tables import load_table
+
 
 def cache_of(compiler) -> CompileCache:
     """A cache whose kernels are all compiled by ``compiler``, none loaded."""
@@ -134,7 +136,7 @@ def test_clear_forgets_compiled_and_failed():
 
 
 def units(arch) -> list[tuple[tuple, CompileUnit]]:
-    """Every cell of the tables of ``arch`` on a built backend, and what must be compiled for it."""
+    """Every skinny cell of the public tables of ``arch``, and what must be compiled for it."""
     found = []
     for key, cell in load_table("kimi_k3", arch).cells():
         implementation = backend(cell.backend)
@@ -144,6 +146,7 @@ def units(arch) -> list[tuple[tuple, CompileUnit]]:
     return found
 
 
+@pytest.mark.usefixtures("public_world")
 @pytest.mark.parametrize("arch", ARCHES, ids=str)
 def test_units_are_of_the_config_and_not_of_the_cell(arch):
     found = units(arch)
@@ -161,6 +164,7 @@ def test_units_are_of_the_config_and_not_of_the_cell(arch):
     assert all(unit.target == arch.compile_target for unit in distinct)
 
 
+@pytest.mark.usefixtures("public_world")
 @pytest.mark.parametrize("arch", ARCHES, ids=str)
 def test_no_unit_knows_a_shape_that_its_code_does_not_depend_on(arch):
     for key, unit in units(arch):
@@ -170,6 +174,7 @@ def test_no_unit_knows_a_shape_that_its_code_does_not_depend_on(arch):
         assert unit.spec.config.static_k in (None, key.k)
 
 
+@pytest.mark.usefixtures("public_world")
 def test_all_tables_together_take_no_more_kernels_than_known():
     count = {str(arch): len({unit for _, unit in units(arch)}) for arch in ARCHES}
     assert count == {"sm90": 21, "sm100": 26, "sm103": 36, "sm107": 36}

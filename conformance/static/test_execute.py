@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conformance.fakes import TOY_K as K
 from conformance.fakes import TOY_N as N
-from conformance.fakes import bf16, clean_settings, cuda, device_of, execute  # noqa: F401
+from conformance.fakes import bf16, clean_settings, cuda, device_of, execute, public_world  # noqa: F401
 from conformance.fakes import toy_gpu as gpu  # noqa: F401
 from lowlat_gemm import settings
 from lowlat_gemm.arch import ARCHES, SM90, SM100, DeviceProperties
@@ -20,7 +20,7 @@ from lowlat_gemm.reference import parity, reference_gemm
 from lowlat_gemm.settings import parse_deny
 
 try_gemm, run_or_refuse = execute.try_low_latency_gemm, execute.run_or_refuse
-pytestmark = pytest.mark.usefixtures("clean_settings")
+pytestmark = pytest.mark.usefixtures("clean_settings", "public_world")
 
 
 def reason_of(*tensors) -> Reason:

@@ -9,7 +9,7 @@ import torch
 
 from conformance.cases import table_cases
 from lowlat_gemm.arch import ARCHES, SM90
-from lowlat_gemm.kernels.fused_a import FusedAConfig, compile_unit, parse_config, resolved, why_not
+from lowlat_gemm.kernels.fused_a import FusedAConfig, compile_unit, parse_config, resolved, token_groups, why_not
 
 GOOD = FusedAConfig(1, 8, 1, 4)
 
@@ -34,7 +34,7 @@ def test_a_config_left_to_the_shape_fits_it(k):
     "shape, config, fragment",
     [
         ((1536, 7168, 0), GOOD, "M = 0"),
-        ((1536, 7168, 17), GOOD, "M = 17"),
+        ((1536, 7168, 9), replace(GOOD, row_tiles=4, unroll=5), "registers a thread"),
         ((1536, 7184, 1), GOOD, "multiple of 32"),
         ((0, 7168, 1), GOOD, "N = 0"),
         ((1536, 512, 1), GOOD, "has 16 blocks"),
@@ -45,6 +45,10 @@ def test_a_config_left_to_the_shape_fits_it(k):
 def test_each_refusal_by_an_input_of_its_own(shape, config, fragment):
     n, k, m = shape
     assert fragment in (why_not(SM90, n, k, m, config) or "served")
+
+
+def test_few_variants_serve_all_tokens():
+    assert [token_groups(m) for m in (1, 8, 9, 16, 17, 64, 300)] == [1, 1, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("values", [{"row_warps": 1}, {**vars(GOOD), "tile": 1}, {**vars(GOOD), "unroll": 0}])
@@ -67,20 +71,27 @@ def _mma(a, b):
     return [[D[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2] for i in range(4)] for lane in range(32)]
 
 
-def test_the_operand_words_of_a_block_give_its_product():
-    """What ``multiply_block`` hands to the tensor core, and where ``kernel`` looks for the sums, for one block of 32 K."""
-    w, x = torch.randn(16, 32, dtype=torch.float64), torch.randn(8, 32, dtype=torch.float64)
-    y = torch.zeros(8, 16, dtype=torch.float64)
+@pytest.mark.parametrize("row_tiles", [1, 2, 4])
+def test_the_operand_words_of_a_block_give_its_product(row_tiles):
+    """What ``multiply_block`` hands to the tensor core, and where ``store`` looks for the sums, for one block of 32 K."""
+    lane_rows = 2 * row_tiles
+    w, x = torch.randn(16 * row_tiles, 32, dtype=torch.float64), torch.randn(8, 32, dtype=torch.float64)
+    y = torch.full((8, 16 * row_tiles), float("nan"), dtype=torch.float64)
+    sums = torch.zeros(32, row_tiles, 4, dtype=torch.float64)
     for half in range(2):
-        a, b = [], []
-        for lane in range(32):
-            group_row, quad = lane // 4, lane % 4
-            words = {row: w[row, quad * 8 : quad * 8 + 8].view(4, 2) for row in (group_row, group_row + 8)}
-            upper, lower = words[group_row], words[group_row + 8]
-            token = x[group_row, quad * 8 : quad * 8 + 8].view(4, 2)
-            a.append((upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]))
-            b.append(token[2 * half : 2 * half + 2])
-        for lane, sums in enumerate(_mma(a, b)):
-            for q in range(4):
-                y[(lane % 4) * 2 + q % 2, (q // 2) * 8 + lane // 4] += sums[q]
+        for t in range(row_tiles):
+            a, b = [], []
+            for lane in range(32):
+                group_row, quad = lane // 4, lane % 4
+                own = [w[group_row * lane_rows + r, quad * 8 : quad * 8 + 8].view(4, 2) for r in range(lane_rows)]
+                upper, lower = own[2 * t], own[2 * t + 1]
+                token = x[group_row, quad * 8 : quad * 8 + 8].view(4, 2)
+                a.append((upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]))
+                b.append(token[2 * half : 2 * half + 2])
+            sums[:, t] += torch.tensor(_mma(a, b))
+    for lane in range(32):
+        group_row, quad = lane // 4, lane % 4
+        for e in range(2):
+            neighbours = [sums[lane, t // 2, t % 2 * 2 + e] for t in range(lane_rows)]
+            y[quad * 2 + e, group_row * lane_rows : (group_row + 1) * lane_rows] = torch.stack(neighbours)
     assert torch.allclose(y, x @ w.T)

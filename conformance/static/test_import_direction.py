@@ -18,11 +18,12 @@ ALLOWED = {
     "reference": set(),
     "operands": {"arch"},
     "settings": {"backends"},
-    "tables": {"arch", "backends"},
+    "tables": {"arch", "backends", "settings"},
     "kernels": {"arch", "backends", "operands"},
     "dispatch": {"arch", "backends", "kernels", "operands", "settings", "tables"},
-    "execute": {"arch", "dispatch", "kernels", "operands", "settings", "tables"},
-    "adapters": {"dispatch", "execute", "operands", "settings"},
+    "ready": {"dispatch", "operands", "settings"},
+    "execute": {"arch", "dispatch", "kernels", "operands", "ready", "settings", "tables"},
+    "adapters": {"dispatch", "execute", "operands", "ready", "settings"},
     "__init__": set(),  # by name only, when one is asked for
 }
 

@@ -21,13 +21,13 @@ FLAGS = {
 }
 #: vLLM's own variable takes more for yes.
 OURS = [name for name in FLAGS if not name.startswith("VLLM")]
-BAD = {name: "maybe" for name in OURS} | {"LOWLAT_GEMM_DENY": "skiny"}
+BAD = {name: "maybe" for name in OURS} | {"LOWLAT_GEMM_DENY": "skiny", "LOWLAT_GEMM_TABLES": "/no/such/folder"}
 
 
 @pytest.fixture
 def environment(monkeypatch):
     """An environment without our variables, and settings that are read again at the next use."""
-    for name in (*FLAGS, "LOWLAT_GEMM_DENY", "LOWLAT_GEMM_CACHE_DIR"):
+    for name in (*FLAGS, "LOWLAT_GEMM_DENY", "LOWLAT_GEMM_CACHE_DIR", "LOWLAT_GEMM_TABLES"):
         monkeypatch.delenv(name, raising=False)
     before = settings._current
     settings.restore(None)
@@ -202,3 +202,11 @@ def test_the_documented_variables_are_those_that_are_read():
 @pytest.mark.parametrize("value", ["2", "-1", "enabled"])
 def test_what_vllm_takes_for_yes_does_not_switch_us_off(value):
     assert settings.read({"VLLM_BATCH_INVARIANT": value}) == Settings(batch_invariant=True)
+
+
+def test_a_folder_of_tables(tmp_path):
+    assert settings.read({"LOWLAT_GEMM_TABLES": str(tmp_path)}) == Settings(tables=str(tmp_path))
+    assert settings.read({"LOWLAT_GEMM_TABLES": ""}) == Settings()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="LOWLAT_GEMM_TABLES=.*file.*: expected a folder"):
+        settings.read({"LOWLAT_GEMM_TABLES": str(tmp_path / "file")})

@@ -229,6 +229,24 @@ def test_many_units_go_through_processes_and_come_back(tmp_path, monkeypatch):
     assert seen == [(0, 2), (1, 2), (2, 2)]
 
 
+def test_a_store_is_filled_by_other_processes_alone(tmp_path, monkeypatch):
+    """With the real compiler: what is missing is made, once, a unit that does not compile keeps nothing from the rest."""
+    pytest.importorskip("cutlass")
+    pytest.importorskip("tvm_ffi")
+    from conformance.cases import compile_units
+    from lowlat_gemm.arch import SM90
+
+    monkeypatch.setattr(compiling, "compile_now", lambda unit: pytest.fail("compiled in this process"))
+    objects = ObjectStore.open(tmp_path)
+    good = compile_units(SM90)[0]
+    seen = []
+    compiling.fill_store([good, good, replace(UNIT, spec="bad")], objects, lambda *step: seen.append(step))
+    assert objects.find(key_of(good, compiling.compile_options(good.target))) is not None
+    assert len(list(tmp_path.glob("*.o"))) == 1 and seen[0] == (0, 2) and seen[-1] == (1, 2)
+    monkeypatch.setattr(compiling.subprocess, "Popen", lambda *args, **options: pytest.fail("made again"))
+    compiling.fill_store([good], objects)
+
+
 def test_what_cannot_be_made_is_reported_and_the_rest_is_there(objects, compiles, monkeypatch):
     bad = replace(UNIT, spec="bad")
     real = compiling.compile_now

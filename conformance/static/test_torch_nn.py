@@ -9,7 +9,7 @@ from torch import nn
 
 from conformance.fakes import TOY_K as K
 from conformance.fakes import TOY_N as N
-from conformance.fakes import bf16, clean_settings, device_of, same_bits, toy_linear  # noqa: F401
+from conformance.fakes import bf16, clean_settings, device_of, public_world, same_bits, toy_linear  # noqa: F401
 from conformance.fakes import toy_gpu as gpu  # noqa: F401
 from lowlat_gemm import disable_low_latency_gemm, enable_low_latency_gemm, settings
 from lowlat_gemm.adapters.torch_nn import PlannedLinear
@@ -17,7 +17,7 @@ from lowlat_gemm.arch import SM100
 from lowlat_gemm.operands import Reason
 from lowlat_gemm.reference import parity, reference_gemm
 
-pytestmark = pytest.mark.usefixtures("clean_settings")
+pytestmark = pytest.mark.usefixtures("clean_settings", "public_world")
 
 BF16 = torch.bfloat16
 

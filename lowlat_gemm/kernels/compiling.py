@@ -13,6 +13,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def make_all(
     most = max(1, (os.cpu_count() or 2) - 1) if processes is None else processes
     progress(0, len(wanted))
     if store is not None:
-        missing = [unit for unit in wanted if store.find(key_of(unit, compile_options(unit.target))) is None]
+        missing = _missing(wanted, store)
         _make_in_processes(missing, min(most, len(missing) // UNITS_PER_PROCESS), store)
     problems = {}
     for done, unit in enumerate(wanted, 1):
@@ -129,9 +130,30 @@ def make_all(
     return problems
 
 
-def _make_in_processes(units: Sequence[CompileUnit], count: int, store: ObjectStore) -> None:
-    """Has ``count`` processes put ``units`` into ``store``. What one fails to make is left to the caller."""
-    if count < 2:
+def fill_store(
+    units: Iterable[CompileUnit], store: ObjectStore, progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Compiles what of ``units`` the store lacks in one process a core and loads none of it: for a caller whose kernels
+    run in another process. What does not compile is found out, and said, by who loads it.
+    """
+    missing = _missing(dict.fromkeys(units), store)
+    progress(0, len(missing))
+    # Even one unit goes to a process of its own: the caller need not import the compiler.
+    _make_in_processes(missing, min(os.cpu_count() or 2, -(-len(missing) // UNITS_PER_PROCESS)), store, progress)
+
+
+def _missing(units: Iterable[CompileUnit], store: ObjectStore) -> list[CompileUnit]:
+    return [unit for unit in units if store.find(key_of(unit, compile_options(unit.target))) is None]
+
+
+def _make_in_processes(
+    units: Sequence[CompileUnit], count: int, store: ObjectStore, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Has ``count`` processes put ``units`` into ``store``. What one fails to make is left to the caller.
+
+    With ``progress``, which is called about once a second, a single process is worth its start.
+    """
+    if count < (2 if progress is None else 1):
         return
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", f"{__package__}.worker", str(store.folder)]
@@ -144,6 +166,9 @@ def _make_in_processes(units: Sequence[CompileUnit], count: int, store: ObjectSt
             worker.stdin.close()
         except OSError as error:
             _LOG.warning("no compile process (%s); its kernels are compiled here", error)
+    while progress is not None and any(worker.poll() is None for worker in workers):
+        time.sleep(1)
+        progress(len(units) - len(_missing(units, store)), len(units))
     for worker in workers:
         if worker.wait():
             _LOG.warning("a compile process ended with %d; its kernels are compiled here", worker.returncode)

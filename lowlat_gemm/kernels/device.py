@@ -53,6 +53,24 @@ def load_activation_words(address: Int64, words: int) -> list[Uint32]:
     return _load_words("ld.global", words, [address])
 
 
+@cute.jit
+def arrived_together(loads: list[list[Uint32]]):
+    """Waits for all of ``loads`` at once, and so keeps the compiler from waiting for the first before the last is sent.
+
+    ptxas sinks loads below their fellows' first use, where their latency is paid a second time. A branch backwards on
+    a mix of all of them is in nobody's way, and nothing of what comes after is moved before it.
+    """
+    mixed = loads[0][0]
+    for words in loads[1:]:
+        mixed = mixed ^ words[0]
+    cute.arch.inline_ptx(
+        "{\n.reg .pred done;\n.reg .u32 mixed;\nmov.u32 mixed, {$r0};\nMIXED_${:uid}:\n"
+        "setp.ne.u32 done, mixed, 0x9E3779B9;\n@done bra APART_${:uid};\nadd.u32 mixed, mixed, 1;\n"
+        "nanosleep.u32 1;\nbra MIXED_${:uid};\nAPART_${:uid}:\n}",
+        read_only_args=[mixed],
+    )
+
+
 def unpack_words(words: list[Uint32], dtype) -> list[Float32]:
     """The 2 * len(words) BF16 or FP16 elements in packed ``words``, as FP32, in memory order."""
     values = []
@@ -115,10 +133,10 @@ def wait_for_cluster_data(barrier, phase) -> None:
     )
 
 
-def global_vector(matrix: cute.Tensor, row, column, count: int) -> cute.Tensor:
-    """The 16 bytes of ``matrix`` that begin at [row, column], as a tensor of ``count`` elements."""
+def global_vector(matrix: cute.Tensor, row, column, count: int, align: int = 16) -> cute.Tensor:
+    """``count`` elements of ``matrix`` from [row, column] on, which begin at a multiple of ``align`` bytes."""
     element = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
-    pointer = cute.make_ptr(matrix.element_type, element.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    pointer = cute.make_ptr(matrix.element_type, element.toint(), cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 

@@ -1,11 +1,12 @@
-"""``fused_a``: a tensor-core GEMM for up to 16 tokens that streams the weight from global memory into registers.
+"""``fused_a``: a tensor-core GEMM that streams the weight from global memory into registers, for few tokens or a short K.
 
 mma.sync m16n8k16 with 16 weight rows and 8 tokens. K is permuted alike for both operands, so that a lane's 16 bytes of
-a row are its operand words of two products: nothing is staged in shared memory on the way in.
+a row are its operand words of two products: nothing is staged in shared memory on the way in. Rows are permuted so that
+a lane ends with 2 * row_tiles neighbouring outputs of a token.
 
-    CTA    row_warps x k_warps warps
+    CTA    row_warps x k_warps warps, 8 or 16 tokens
     warp   16 * row_tiles rows; of K every k_warps-th block of 32; ``unroll`` blocks of weights in flight
-    last   partial sums of the k_warps are added in their order through shared memory
+    last   one K warp stores its sums itself; those of several are added in their order through shared memory
 
 The first blocks of weights are requested before the PDL wait. Bits do not depend on M: a token is a column of its own,
 and padding columns repeat the last token.
@@ -21,14 +22,15 @@ from .compile_cache import CompileUnit
 from .config import config_from
 
 NAME = "fused_a"
-MAX_TOKENS = 16
+#: Groups of 8 tokens that one CTA multiplies at most; more tokens are more CTAs.
+MAX_TOKEN_GROUPS = 2
 #: K of a block: two products of 16, from 16 bytes a lane.
 K_BLOCK = 32
 ROW_TILE = 16
 TOKEN_GROUP = 8
 _WARP = 32
 _REGISTER_LIMIT = 255
-#: What ptxas takes besides; conformance/crosscompile holds the configs to it.
+#: What ptxas takes besides before it spills; conformance/crosscompile shows that what the predicate takes does not.
 REGISTER_MARGIN = 48
 
 
@@ -75,23 +77,34 @@ def resolved(config: FusedAConfig, k: int) -> FusedAConfig:
     return FusedAConfig(row_warps=max(1, 4 // k_warps), k_warps=k_warps, row_tiles=1, unroll=min(4, max(1, blocks // k_warps)))
 
 
+def token_groups(m: int) -> int:
+    """Groups of 8 tokens of a CTA in the code for ``m`` tokens."""
+    return min(-(-m // TOKEN_GROUP), MAX_TOKEN_GROUPS)
+
+
 def registers(config: FusedAConfig, token_groups: int) -> int:
     """32-bit registers that a thread keeps alive in the main loop, from the shape of the loop alone."""
     accumulators = config.row_tiles * token_groups * 4
     weights = config.unroll * config.row_tiles * 2 * 4
     activations = config.unroll * token_groups * 4
-    return accumulators + weights + activations
+    addresses = 2 * (2 * config.row_tiles + token_groups)
+    return accumulators + weights + activations + addresses
+
+
+def register_limit(config: FusedAConfig) -> int:
+    """Registers that a thread of a CTA can have: the instruction set's limit, or the register file's."""
+    return min(_REGISTER_LIMIT, 65_536 // config.threads)
 
 
 def shared_memory_bytes(config: FusedAConfig, token_groups: int) -> int:
-    """Bytes of shared memory of a CTA: the FP32 partial sums of every K warp."""
-    return config.k_warps * config.rows * token_groups * TOKEN_GROUP * 4
+    """Bytes of shared memory of a CTA: the FP32 partial sums of every K warp, where there are several."""
+    return config.k_warps * config.rows * token_groups * TOKEN_GROUP * 4 if config.k_warps > 1 else 0
 
 
 def why_not(arch: Arch, n: int, k: int, m: int, config: FusedAConfig, *, residual: bool = False) -> str | None:
     """The one predicate: why this backend cannot serve (arch, N, K, M, config), or None when it can."""
-    if not 1 <= m <= MAX_TOKENS:
-        return f"M = {m}: fused_a serves 1 to {MAX_TOKENS} tokens"
+    if m < 1:
+        return f"M = {m}: expected at least one token"
     if n < 1 or k < K_BLOCK or k % K_BLOCK:
         return f"N = {n}, K = {k}: expected a positive N and K a multiple of {K_BLOCK}"
     config = resolved(config, k)
@@ -99,11 +112,11 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: FusedAConfig, *, residua
         return f"k_warps {config.k_warps} x unroll {config.unroll}: K = {k} has {k // K_BLOCK} blocks of {K_BLOCK}"
     if config.threads > 1024:
         return f"row_warps {config.row_warps} x k_warps {config.k_warps}: more than 1024 threads"
-    token_groups = -(-m // TOKEN_GROUP)
-    needed, limit = registers(config, token_groups) + REGISTER_MARGIN, min(_REGISTER_LIMIT, 65_536 // config.threads)
+    groups = token_groups(m)
+    needed, limit = registers(config, groups) + REGISTER_MARGIN, register_limit(config)
     if needed > limit:
         return f"needs about {needed} registers a thread, {limit} are there"
-    shared = shared_memory_bytes(config, token_groups)
+    shared = shared_memory_bytes(config, groups)
     if shared > arch.shared_memory_bytes:
         return f"needs {shared} bytes of shared memory, {arch} has {arch.shared_memory_bytes}"
     return None
@@ -112,6 +125,6 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: FusedAConfig, *, residua
 def compile_unit(
     arch: Arch, n: int, k: int, m: int, config: FusedAConfig, *, residual: bool = False, dtype: str = "bfloat16"
 ) -> CompileUnit:
-    """The unit of compilation that serves this config at up to 8, or 9 to 16, tokens. The predicate must have agreed."""
-    spec = FusedASpec(resolved(config, k), -(-m // TOKEN_GROUP), dtype, residual)
+    """The unit of compilation that serves this config at up to 8 tokens, or at more. The predicate must have agreed."""
+    spec = FusedASpec(resolved(config, k), token_groups(m), dtype, residual)
     return CompileUnit(NAME, arch.compile_target, spec)

@@ -34,7 +34,11 @@ class FusedAGemm:
         stream: CUstream,
     ):
         self.kernel(mX, mW, mR, mY).launch(
-            grid=[cute.ceil_div(cute.size(mW, mode=[0]), self.config.rows), 1, 1],
+            grid=[
+                cute.ceil_div(cute.size(mW, mode=[0]), self.config.rows),
+                cute.ceil_div(cute.size(mX, mode=[0]), self.groups * TOKEN_GROUP),
+                1,
+            ],
             block=[self.config.threads, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -44,28 +48,30 @@ class FusedAGemm:
     def kernel(self, mX: cute.Tensor, mW: cute.Tensor, mR: cute.Tensor | None, mY: cute.Tensor):
         c, groups = self.config, self.groups
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        block, token_tile, _ = cute.arch.block_idx()
         lane, warp = thread % device.WARP, thread // device.WARP
         k_warp, row_warp = warp % c.k_warps, warp // c.k_warps
         group_row, quad = lane // 4, lane % 4
         m_extent, n_extent = Int32(cute.size(mX, mode=[0])), Int32(cute.size(mW, mode=[0]))
         blocks = Int32(cute.size(mW, mode=[1])) // K_BLOCK
         mine = (blocks - k_warp + c.k_warps - 1) // c.k_warps
-        first_row = block * c.rows
+        first_row, first_token = block * c.rows, token_tile * (groups * TOKEN_GROUP)
 
         device.let_next_kernel_start()
 
-        # Byte addresses of this lane's 16 bytes of its warp's first block. Rows past N and tokens past M repeat the last
-        # one: their loads stay inside the operand, and their sums are dropped.
+        # Byte addresses of this lane's 16 bytes of its warp's first block. A lane's rows are neighbours: row 2t + h of its
+        # own is row ``group_row`` + 8h of the t-th product. Rows past N and tokens past M repeat the last one: their
+        # loads stay inside the operand, and their sums are dropped.
         begin = Int64(k_warp * _BLOCK_BYTES + quad * _LANE_BYTES)
+        lane_rows = 2 * c.row_tiles
+        own_row = first_row + (row_warp * 8 + group_row) * lane_rows
         w_rows = []
-        for t in cutlass.range_constexpr(2 * c.row_tiles):
-            row = first_row + (row_warp * c.row_tiles + t // 2) * ROW_TILE + (t % 2) * 8 + group_row
-            row = cutlass.Int32(cutlass.select_(row < n_extent, row, n_extent - 1))
+        for t in cutlass.range_constexpr(lane_rows):
+            row = cutlass.Int32(cutlass.select_(own_row + t < n_extent, own_row + t, n_extent - 1))
             w_rows.append(mW.iterator.toint() + Int64(row) * (mW.stride[0] * 2) + begin)
         x_rows = []
         for g in cutlass.range_constexpr(groups):
-            token = group_row + g * TOKEN_GROUP
+            token = first_token + g * TOKEN_GROUP + group_row
             token = cutlass.Int32(cutlass.select_(token < m_extent, token, m_extent - 1))
             x_rows.append(mX.iterator.toint() + Int64(token) * (mX.stride[0] * 2) + begin)
 
@@ -75,38 +81,79 @@ class FusedAGemm:
         # The weights of the first blocks leave before the PDL wait; every warp has so many, as the predicate sees to.
         first = self.load(w_rows, Int32(0), device.load_weight_words)
         device.wait_for_previous_kernel()
-        self.multiply(acc, first, self.load(x_rows, Int32(0), device.load_activation_words))
+        self.multiply(acc, first, self.load_tokens(x_rows, Int32(0)))
         chunks = mine // c.unroll
         for i in cutlass.range(1, chunks, unroll=1):
             weights = self.load(w_rows, i * c.unroll, device.load_weight_words)
-            self.multiply(acc, weights, self.load(x_rows, i * c.unroll, device.load_activation_words))
+            self.multiply(acc, weights, self.load_tokens(x_rows, i * c.unroll))
         for i in cutlass.range(chunks * c.unroll, mine, unroll=1):
             offset = Int64(i) * (c.k_warps * _BLOCK_BYTES)
             weights = [device.load_weight_words(row + offset, 4) for row in w_rows]
             self.multiply_block(acc, weights, [device.load_activation_words(row + offset, 4) for row in x_rows])
 
-        # Partial sums of the K warps, token by token, so that neighbouring threads store neighbouring outputs.
+        if const_expr(c.k_warps == 1):
+            for g in cutlass.range_constexpr(groups):
+                for e in cutlass.range_constexpr(2):
+                    token = first_token + g * TOKEN_GROUP + quad * 2 + e
+                    sums = [acc[(t // 2 * groups + g) * 4 + t % 2 * 2 + e] for t in range(lane_rows)]
+                    self.store(sums, mR, mY, token, own_row)
+        else:
+            self.store_added(acc, mR, mY, thread, first_row, first_token, k_warp, row_warp * 8 + group_row, quad)
+
+    @cute.jit
+    def store_added(self, acc, mR, mY, thread, first_row, first_token, k_warp, lane_group, quad):
+        """Adds the K warps' sums in their order through shared memory; a thread stores neighbours of a token."""
+        c, groups = self.config, self.groups
         outputs = c.rows * groups * TOKEN_GROUP
         allocator = cutlass.memory.SmemAllocator()
         partials = allocator.allocate_tensor(Float32, cute.make_layout((c.k_warps, outputs), stride=(outputs, 1)), 16)
-        for t in cutlass.range_constexpr(c.row_tiles):
+        for t in cutlass.range_constexpr(2 * c.row_tiles):
             for g in cutlass.range_constexpr(groups):
-                for q in cutlass.range_constexpr(4):
-                    row = (row_warp * c.row_tiles + t) * ROW_TILE + (q // 2) * 8 + group_row
-                    token = g * TOKEN_GROUP + quad * 2 + q % 2
-                    partials[k_warp, token * c.rows + row] = acc[(t * groups + g) * 4 + q]
+                for e in cutlass.range_constexpr(2):
+                    token = g * TOKEN_GROUP + quad * 2 + e
+                    row = lane_group * (2 * c.row_tiles) + t
+                    partials[k_warp, token * c.rows + row] = acc[(t // 2 * groups + g) * 4 + t % 2 * 2 + e]
         cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(-(-outputs // c.threads)):
-            index = thread + i * c.threads
+        # As wide as still gives a warp something to do: the fewer pieces y is written in, the sooner the kernel is over.
+        count = next(width for width in (8, 4, 2) if outputs // width >= device.WARP or width == 2)
+        for i in cutlass.range_constexpr(-(-outputs // count // c.threads)):
+            index = count * (thread + i * c.threads)
             token, row = index // c.rows, index % c.rows
-            n = first_row + row
-            if index < outputs and token < m_extent and n < n_extent:
-                total = partials[0, index]
+            if index < outputs:
+                parts = []
+                for w in cutlass.range_constexpr(c.k_warps):
+                    source = (partials.iterator + w * outputs + index).toint()
+                    pointer = cute.make_ptr(Float32, source, cute.AddressSpace.smem, assumed_align=min(4 * count, 16))
+                    part = cute.make_rmem_tensor((count,), Float32)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), part)
+                    parts.append(part)
+                sums = [parts[0][t] for t in range(count)]
                 for w in cutlass.range_constexpr(1, c.k_warps):
-                    total += partials[w, index]
-                if const_expr(self.residual):
-                    total += mR[token, n].to(Float32)
-                mY[token, n] = total.to(mY.element_type)
+                    sums = [sums[t] + parts[w][t] for t in range(count)]
+                self.store(sums, mR, mY, first_token + token, first_row + row)
+
+    @cute.jit
+    def store(self, sums, mR, mY, token, n):
+        """y[token, n...] = sums (+ residual), rounded once: as one word where y's rows allow it, else one by one."""
+        count = const_expr(len(sums))
+        m_extent, n_extent = Int32(cute.size(mY, mode=[0])), Int32(cute.size(mY, mode=[1]))
+        if token < m_extent and n < n_extent:
+            word = count * 2
+            if (mY.iterator.toint() | Int64(mY.stride[0]) * 2) % word == 0 and n + count <= n_extent:
+                rounded = cute.make_rmem_tensor((count,), mY.element_type)
+                for t in cutlass.range_constexpr(count):
+                    value = sums[t]
+                    if const_expr(self.residual):
+                        value += mR[token, n + t].to(Float32)
+                    rounded[t] = value.to(mY.element_type)
+                cute.autovec_copy(rounded, device.global_vector(mY, token, n, count, align=word))
+            else:
+                for t in cutlass.range_constexpr(count):
+                    if n + t < n_extent:
+                        value = sums[t]
+                        if const_expr(self.residual):
+                            value += mR[token, n + t].to(Float32)
+                        mY[token, n + t] = value.to(mY.element_type)
 
     @cute.jit
     def load(self, rows, first, load_words):
@@ -115,6 +162,14 @@ class FusedAGemm:
         for u in cutlass.range_constexpr(self.config.unroll):
             offset = (Int64(first) + u) * (self.config.k_warps * _BLOCK_BYTES)
             loaded += [load_words(row + offset, 4) for row in rows]
+        return loaded
+
+    @cute.jit
+    def load_tokens(self, rows, first):
+        """The same of each token row. All are requested before the first is waited for."""
+        loaded = self.load(rows, first, device.load_activation_words)
+        if const_expr(len(loaded) > 4):
+            device.arrived_together(loaded)
         return loaded
 
     @cute.jit

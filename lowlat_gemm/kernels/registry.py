@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ..arch import ARCHES, SM90, Arch
@@ -55,9 +56,8 @@ _BACKENDS = {
     made.name: made
     for made in (
         _backend(skinny, _on_every_generation("skinny_kernel"), invariance=lambda config: None, proven=True),
-        # One config gives the same bits up to 16 tokens, and serves no more.
-        _backend(fused_a, _on_every_generation("fused_a_kernel"), invariance=lambda config: None, proven=False),
-        _backend(split_k, _SPLIT_K_CODE, invariance=lambda config: (split_k.NAME, config.split), proven=False),
+        _backend(fused_a, _on_every_generation("fused_a_kernel"), invariance=lambda config: (fused_a.NAME, config), proven=True),
+        _backend(split_k, _SPLIT_K_CODE, invariance=lambda config: (split_k.NAME, config.split), proven=True),
     )
 }
 
@@ -73,6 +73,11 @@ def backend(name: str) -> Backend | None:
 def built_backends() -> tuple[str, ...]:
     """Names of the backends that the dispatcher has, in the closed set's order."""
     return tuple(name for name in BACKEND_NAMES if backend(name) is not None)
+
+
+def every_backend() -> Mapping[str, Backend]:
+    """Every backend that compiles, by name, proven or not: for tools that measure and prove them."""
+    return MappingProxyType(_BACKENDS)
 
 
 def kernel_module(name: str, target: str) -> str:

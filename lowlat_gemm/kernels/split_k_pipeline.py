@@ -156,17 +156,18 @@ class SplitKGemm(ClusterEpilogue):
                 cute.arch.mbarrier_init(landed, 1)
                 cute.arch.mbarrier_init(previous, 1)
                 self.init_tensor_barriers(tensor)
-            cute.arch.mbarrier_init_fence()
-            if const_expr(c.split > 1):
-                if owned > 0:
-                    with cute.arch.elect_one():
+                # By the thread that initialised it: nothing else orders the two.
+                if const_expr(c.split > 1):
+                    if owned > 0:
                         arriving = (c.split - 1) * owned * c.warpgroups * 128 * 16
                         cute.arch.mbarrier_arrive_and_expect_tx(landed, arriving)
+            cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # No partial sum may be sent before its receiver's barriers are there: every warp waits for the whole cluster
-        # before it sends, or before it ends.
+        # before it sends, or before it ends. Relaxed: mbarrier_init_fence has released the barriers to the cluster, and
+        # the release of a plain arrival is a fence over the GPU that would delay the first weights.
         if const_expr(c.split > 1):
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
 
         if warp == weight_warp:
             self.hold_back("weights", rank)

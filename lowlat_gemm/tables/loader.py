@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .. import settings
 from ..arch import ARCHES, Arch, DeviceClass, parse_arch
 from ..backends import BACKEND_NAMES, CONFIG_KEYS
 from .fields import DATE, LIST, POSITIVE_INT, POSITIVE_NUMBER, TABLE, TEXT, VERSIONS, Check, Where, one_of, read
@@ -54,29 +55,38 @@ _SOURCE = {
 _SESSION = {"device": TEXT, "date": DATE, "versions": VERSIONS}
 
 
+def table_folders() -> tuple[Path, ...]:
+    """Where tables are looked for, in this order: the folder of LOWLAT_GEMM_TABLES, and the one of this package."""
+    own = settings.current().tables
+    return (_FOLDER,) if own is None else (Path(own), _FOLDER)
+
+
 def available_tables() -> list[tuple[str, str]]:
-    """(family, arch name) of every table that this package ships."""
-    found = [
-        (path.stem.removesuffix(f"_{arch}"), arch)
-        for path in _FOLDER.glob("*.toml")
-        for arch in _ARCH_NAMES
-        if path.stem.endswith(f"_{arch}")
-    ]
-    return sorted(found, key=lambda item: (item[0], _ARCH_NAMES.index(item[1])))
+    """(family, arch name) of every table that is there, those of the user's own folder first."""
+    found: list[tuple[str, str]] = []
+    for folder in table_folders():
+        here = [
+            (path.stem.removesuffix(f"_{arch}"), arch)
+            for path in folder.glob("*.toml")
+            for arch in _ARCH_NAMES
+            if path.stem.endswith(f"_{arch}")
+        ]
+        found += sorted(here, key=lambda item: (item[0], _ARCH_NAMES.index(item[1])))
+    return list(dict.fromkeys(found))
 
 
 def load_table(family: str, arch: str | Arch) -> Table:
     """The table of (family, arch), the same object on every call. TableError, naming those there are, if none is."""
-    return _load_shipped(family, parse_arch(arch).name)
+    return _load_available(family, parse_arch(arch).name, table_folders())
 
 
 @functools.lru_cache(maxsize=None)
-def _load_shipped(family: str, arch: str) -> Table:
-    available = available_tables()
-    if (family, arch) not in available:
-        names = ", ".join(f"{f} {a}" for f, a in available) or "none"
+def _load_available(family: str, arch: str, folders: tuple[Path, ...]) -> Table:
+    paths = [folder / f"{family}_{arch}.toml" for folder in folders]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None or (family, arch) not in available_tables():
+        names = ", ".join(f"{f} {a}" for f, a in available_tables()) or "none"
         raise TableError(f"no table for model family {family!r} on {arch}; there are: {names}")
-    path = _FOLDER / f"{family}_{arch}.toml"
     table = load_table_file(path)
     if (table.family, table.arch) != (family, arch):
         found = f"{table.family} {table.arch}"

@@ -1,4 +1,4 @@
-"""``lowlat``: doctor, plan, explain, check, bench, sweep.
+"""``lowlat``: doctor, plan, explain, check, bench, tune, report.
 
 Exit codes: 0 it is as it should be; 1 it is not (what, is in the output); 2 the request could not be carried out.
 """
@@ -23,7 +23,7 @@ except ImportError as error:
     sys.exit(2)
 
 from lowlat_cli import show
-from lowlat_cli.record import command_line, make_bench_record, make_record, make_sweep_record, render, write_record
+from lowlat_cli.record import command_line, make_record, make_tune_record, render, write_record
 from lowlat_gemm.arch import ARCHES, Arch, parse_arch
 from lowlat_gemm.dispatch import explain as explain_decision
 from lowlat_gemm.kernels.compile_cache import CompileError
@@ -169,58 +169,114 @@ def bench(
     tp: TpOption = [8],
     shape: ShapeOption = None,
     tokens: TokensOption = "1-4,8,16",
+    candidate: Annotated[
+        Optional[list[str]],
+        typer.Option(help="A peer beside ours and cuBLAS, or all; may be given again. Default: all but torch.compile."),
+    ] = None,
+    weights: Annotated[list[str], typer.Option(help="cold or warm; may be given again.")] = ["cold"],
+    pdl: Annotated[list[str], typer.Option(help="on or off; may be given again.")] = ["on"],
+    chain: Annotated[
+        list[str], typer.Option(help="back_to_back, or linked: a norm between two GEMMs; may be given again.")
+    ] = ["back_to_back", "linked"],
+    replays: Annotated[int, typer.Option(help="Replays of each graph that a median is taken over.")] = 21,
+    host: Annotated[bool, typer.Option("--host", help="Time the host's side of a call instead.")] = False,
+    minutes: Annotated[Optional[float], typer.Option(help="Begin no other cell after this time.")] = None,
+    plots: Annotated[Optional[Path], typer.Option(help="Write roofline and ratio-by-M pictures here.")] = None,
     record: RecordOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Our kernels, cuBLAS and the streaming floor on cold weights. Needs a GPU; exit code 1 for a wrong result."""
+    """Our kernels and their peers against the streaming floor. Needs a GPU; exit code 1 for a wrong result of ours."""
     gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
-    from lowlat_cli.bench import BenchError, run_bench
+    from lowlat_cli import bench_command
 
-    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
-    with show.progress(ERR, f"bench {title}", sum(one.elements for one in shapes)) as report:
-        try:
-            cells = run_bench(shapes, counts, gpu, report)
-        except BenchError as error:
-            ERR.print(f"lowlat: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-            raise typer.Exit(1)
-    result = make_bench_record(command_line("lowlat", sys.argv[1:]), cells, gpu, started, time.monotonic() - clock)
-    if record is not None:
-        write_record(result, record)
-    if as_json:
-        print(render(result), end="")
-    else:
-        show.bench(OUT, cells, result["geometric_means"], gpu)
+    if host:
+        code = bench_command.run_host(
+            command_line("lowlat", sys.argv[1:]), title, shapes, counts, gpu,
+            record=record, as_json=as_json, out=OUT, err=ERR,
+        )  # fmt: skip
+        raise typer.Exit(code)
+    code = bench_command.run(
+        command_line("lowlat", sys.argv[1:]), title, shapes, counts, gpu,
+        bench_command.modes(weights, pdl, chain), candidate or [],
+        replays=replays, minutes=minutes, record=record, plots=plots, as_json=as_json, out=OUT, err=ERR,
+    )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @app.command()
-def sweep(
+def tune(
     model: ModelOption = "kimi_k3",
     tp: TpOption = [8],
     shape: ShapeOption = None,
-    tokens: TokensOption = "1,8,16,32,64",
-    most: Annotated[int, typer.Option(help="Tilings tried for a cell, each with its variants.")] = 8,
+    residual: Annotated[Optional[list[str]], typer.Option(help="NxK that is wanted with residual too.")] = None,
+    tokens: TokensOption = "1-16,24,32,48,64",
+    most: Annotated[int, typer.Option(min=1, help="Tilings that are timed for a shape and token class.")] = 24,
+    minutes: Annotated[Optional[float], typer.Option(help="Begin no other shape after so many minutes.")] = None,
+    family: Annotated[Optional[str], typer.Option(help="Family of the table; the model by default.")] = None,
+    label: Annotated[Optional[str], typer.Option(help="Label of new rows, for shapes that no model names.")] = None,
+    journal: Annotated[Optional[Path], typer.Option(help="File to go on from, and to add what is measured to.")] = None,
+    table: Annotated[Optional[Path], typer.Option(help="Table to write; by default the family's own.")] = None,
     record: RecordOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """The split_k configs worth trying, timed side by side. Needs a GPU; exit code 1 when one computed something wrong."""
-    gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
-    from lowlat_cli.sweep import run_sweep
+    """Finds the fastest sound config of every cell and writes the table. Needs a GPU.
 
+    Exit code 1: a candidate was wrong, hung or crashed, or a shape was not reached; what was found is written even so.
+    """
+    gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
+    from lowlat_cli import parsing
+    from lowlat_cli.tuning import command
+    from lowlat_cli.tuning import report as tune_report
+    from lowlat_cli.tuning.supervise import TuneError
+
+    family = model if family is None else family
+    path = command.table_path(family, gpu.arch, table)
+    _need_writable(path, "--table")
+    _need_writable(journal, "--journal")
+    start = command.starting_text(path, family, gpu)
+    wanted = [parsing.shape(text) for text in residual or ()]
+    request = command.make_request(shapes, counts, wanted, gpu.arch, most, minutes)
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
-    with show.progress(ERR, f"sweep {title}", sum(one.elements for one in shapes)) as report:
-        cells = run_sweep(shapes, counts, gpu, most, report)
-    result = make_sweep_record(command_line("lowlat", sys.argv[1:]), cells, gpu, started, time.monotonic() - clock)
+    try:
+        with tune_report.progress(ERR, f"tune {title}") as told:
+            outcome = command.tune(request, gpu, journal, told)
+    except TuneError as error:
+        raise CannotRun(str(error))
+    written = command.write(outcome, path, start, gpu, label)
+    seconds, found = time.monotonic() - clock, tune_report.outcome_json(outcome)
+    result = make_tune_record(command_line("lowlat", sys.argv[1:]), found, gpu, started, seconds)
     if record is not None:
         write_record(result, record)
     if as_json:
         print(render(result), end="")
     else:
-        show.sweep(OUT, cells, result["geometric_means"], gpu)
-    raise typer.Exit(1 if any(cell.wrong for cell in cells) else 0)
+        tune_report.show(OUT, outcome, gpu, written)
+    raise typer.Exit(1 if outcome.excluded or outcome.not_reached else 0)
+
+
+@app.command()
+def report(
+    paths: Annotated[list[Path], typer.Argument(help="Records, or folders of records.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of tables.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """What records say: geometric means by M, worst cells, what was wrong. Exit code 1 when a cell of one failed."""
+    from lowlat_cli import report as report_module
+
+    found = [report_module.summarise(path) for path in report_module.find_records(paths)]
+    if not found:
+        raise CannotRun(f"no record in {', '.join(map(str, paths))}")
+    if as_json:
+        _print_json([one.to_json() for one in found])
+    elif markdown:
+        print(report_module.markdown(found), end="")
+    else:
+        report_module.show(OUT, found)
+    raise typer.Exit(1 if any(one.failed for one in found) else 0)
 
 
 def _timing_request(model: str, tp: list[int], shape: list[str] | None, tokens: str, record: Path | None):
-    """What bench and sweep are asked for: the GPU, shapes, token counts and a title. CannotRun where they cannot."""
+    """What tune is asked for: the GPU, shapes, token counts and a title. CannotRun where they cannot."""
     from lowlat_cli import checking, parsing
 
     gpu, why_no_gpu = _gpu_for(None)
@@ -238,15 +294,15 @@ def _need_kernel_packages() -> None:
         raise CannotRun(f"kernels cannot be compiled here: not installed: {', '.join(missing_packages())}")
 
 
-def _need_writable(record: Path | None) -> None:
-    """Says that a record cannot be written before the run, not after it."""
-    if record is None:
+def _need_writable(path: Path | None, option: str = "--record") -> None:
+    """Says that a file cannot be written before the run, not after it."""
+    if path is None:
         return
-    if record.is_dir():
-        raise CannotRun(f"--record {record}: a folder; name a file")
-    folder = next(parent for parent in record.absolute().parents if parent.exists())
+    if path.is_dir():
+        raise CannotRun(f"{option} {path}: a folder; name a file")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CannotRun(f"--record {record}: {folder} cannot be written")
+        raise CannotRun(f"{option} {path}: {folder} cannot be written")
 
 
 def _arch_or_default(name: str | None) -> Arch:

@@ -79,6 +79,13 @@ class NormLink:
             values[u * VECTOR + v] += loaded[v].to(Float32)
 
 
+def why_not(n: int, k: int) -> str | None:
+    """Why the link cannot stand between GEMMs of this shape, or None."""
+    if n % VECTOR or k % VECTOR or k > THREADS * VECTORS * VECTOR:
+        return f"the norm takes N and K in multiples of {VECTOR} and K up to {THREADS * VECTORS * VECTOR}"
+    return None
+
+
 @functools.lru_cache(maxsize=None)
 def compiled_norm_link(target: str):
     """callable(y [M, N], h [M, K], x [M, K], stream), BF16, N and K multiples of 8, K at most 16384."""

@@ -8,7 +8,6 @@ import enum
 import json
 import math
 import os
-import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from pathlib import Path
 from . import environment
 
 SCHEMA = 1
+#: Since 2 a cell names its mode, and any number of candidates.
+BENCH_SCHEMA = 2
 
 
 class Status(str, enum.Enum):
@@ -66,33 +67,42 @@ def make_record(
     return _head(command, gpu, started, seconds) | {"seed": seed, "counts": counts(cells), "cells": rows}
 
 
-def make_bench_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+def make_bench_record(
+    command: str, cells: list, not_reached: list[str], gpu, started: datetime.datetime, seconds: float
+) -> dict:
     """The record of a benchmark; ``cells``: of ``bench.BenchCell``. Times are in microseconds."""
     from .bench import geometric_means
 
-    means = {str(m): values for m, values in geometric_means(cells).items()}
-    rows = [cell.to_json() for cell in cells]
-    return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "bench", "not_reached": not_reached}
+    return head | {"geometric_means": geometric_means(cells), "cells": [cell.to_json() for cell in cells]}
 
 
-def make_sweep_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
-    """The record of a sweep; ``cells``: of ``sweep.SweepCell``. Means: the best of each cell over the floor, by M."""
-    by_m: dict[str, list[float]] = {}
-    for cell in cells:
-        by_m.setdefault(str(cell.m), []).append(cell.over_floor)
-    means = {m: {"over_floor": round(statistics.geometric_mean(v), 4), "cells": len(v)} for m, v in by_m.items()}
-    rows = [cell.to_json() for cell in cells]
-    return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
+def make_host_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of host costs; ``cells``: of ``host_cost.HostCell``. Times are host microseconds a call."""
+    from .host_cost import medians
+
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "host", "medians": medians(cells)}
+    return head | {"cells": [cell.to_json() for cell in cells]}
+
+
+def make_tune_record(command: str, outcome: dict, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of a tuning run; ``outcome``: ``tuning.report.outcome_json``, with its cells."""
+    return _head(command, gpu, started, seconds) | outcome
+
+
+_PATH_OPTIONS = ("--record", "--journal", "--table", "--plots")
 
 
 def command_line(program: str, arguments: list[str]) -> str:
-    """The command as a record names it: without where the record goes, which is a path of one machine."""
+    """The command as a record names it: without where files go, which are paths of one machine."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
-        if word == "--record":
-            next(words, None)
-        elif not word.startswith("--record="):
+        name, given, _ = word.partition("=")
+        if name in _PATH_OPTIONS:
+            if not given:
+                next(words, None)
+        else:
             kept.append(word)
     return " ".join([program, *kept])
 

@@ -30,14 +30,16 @@ FAILURES_SHOWN = 20
 
 @contextlib.contextmanager
 def progress(console: Console, title: str, total: int) -> Iterator:
-    """A progress bar over ``total`` weight elements; yields what ``run_check`` calls before each shape."""
+    """A progress bar over ``total`` units of work; yields what a run calls before each: (shape, units behind it)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
+        said: list[Shape] = []
 
         def report(shape: Shape, done: int) -> None:
             bar.update(task, completed=done, description=f"{title}: {shape.n}x{shape.k}")
-            if not console.is_terminal:
+            if not console.is_terminal and said[-1:] != [shape]:
+                said.append(shape)
                 console.print(f"{title}: {shape.n}x{shape.k} ({100 * done // total} %)", style="dim", highlight=False)
 
         yield report
@@ -133,53 +135,3 @@ def _reasons(console: Console, cells: Sequence[CellResult]) -> None:
             found[key] = found.get(key, 0) + 1
     for (status, reason), count in sorted(found.items(), key=lambda item: -item[1]):
         console.print(f"{count:6d}  {reason}", style=STYLES[status], highlight=False)
-
-
-def bench(console: Console, cells, means: dict[str, dict[str, float]], gpu: Gpu) -> None:
-    """One line a cell, losses marked; then the geometric means."""
-    grid = Grid("N", "K", "M", "floor us", "cuBLAS us", "ours us", "p10-p90", "GB/s", "x floor", "x cuBLAS", "backend", box=box.SIMPLE)
-    for cell in cells:
-        timings, ours = cell.timings, cell.timings.get("ours")
-        against = cell.ratio("ours", "cublas")
-        style = None if ours is None else "red" if against > 1 else "green"
-        grid.add_row(
-            str(cell.n), str(cell.k), str(cell.m), f"{timings['floor'].us:.2f}", f"{timings['cublas'].us:.2f}",
-            "-" if ours is None else f"{ours.us:.2f}",
-            "" if ours is None else f"{ours.p10:.2f}-{ours.p90:.2f}",
-            "" if ours is None else f"{cell.gbs('ours'):.0f}",
-            "" if ours is None else f"{cell.ratio('ours', 'floor'):.3f}",
-            "" if ours is None else f"{against:.3f}",
-            cell.backend if ours is not None else (cell.reason or "").split(":")[0],
-            style=style,
-        )  # fmt: skip
-    console.print(grid)
-    for m, mean in means.items():
-        console.print(
-            f"M={m}: geometric mean over {mean['cells']} cells: ours {mean['ours_over_floor']:.3f} x floor, "
-            f"cuBLAS {mean['cublas_over_floor']:.3f} x floor, ours {mean['ours_over_cublas']:.3f} x cuBLAS",
-            highlight=False,
-        )
-    losses = [cell for cell in cells if (cell.ratio("ours", "cublas") or 0) > 1]
-    console.print(f"{_plural(len(losses), 'cell')} slower than cuBLAS", highlight=False)
-    console.print(f"ran on: {gpu}; times are microseconds a launch, cold weights, graph replay with PDL", highlight=False)
-
-
-def sweep(console: Console, cells, means: dict[str, dict[str, float]], gpu: Gpu) -> None:
-    """The best config of each cell, then the geometric means and whatever was wrong."""
-    grid = Grid("N", "K", "M", "floor us", "cuBLAS us", "best us", "x floor", "x cuBLAS", "tried", "best config", box=box.SIMPLE)
-    for cell in cells:
-        config, best = cell.finalists[0]
-        grid.add_row(
-            str(cell.n), str(cell.k), str(cell.m), f"{cell.floor.us:.2f}", f"{cell.cublas.us:.2f}", f"{best.us:.2f}",
-            f"{cell.over_floor:.3f}", f"{best.us / cell.cublas.us:.3f}", str(cell.tried),
-            ".".join(map(str, vars(config).values())),
-            style="green" if best.us < cell.cublas.us else "red",
-        )  # fmt: skip
-    console.print(grid)
-    for m, mean in means.items():
-        console.print(f"M={m}: geometric mean over {mean['cells']} cells: {mean['over_floor']:.3f} x floor", highlight=False)
-    for cell in cells:
-        for text in cell.wrong:
-            console.print(f"WRONG M={cell.m} N={cell.n} K={cell.k}: {text}", style="bold red", highlight=False, soft_wrap=True)
-    console.print("config: rows.columns.split.stages.k_blocks.prefetch.trigger.token_stages", highlight=False)
-    console.print(f"ran on: {gpu}; times are microseconds a launch, cold weights, graph replay with PDL", highlight=False)

@@ -1,0 +1,105 @@
+"""Which candidate becomes a cell: the rules, one by one, on planted times."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowlat_cli.tuning.candidates import Candidate, token_classes, with_class_starts
+from lowlat_cli.tuning.choose import Times, choose_row, interpolated, row_times
+from lowlat_cli.tuning.jobs import BACK_TO_BACK, FLOOR, LINKED, JobResult
+from lowlat_gemm.kernels.skinny import SkinnyConfig
+from lowlat_gemm.kernels.split_k import SplitKConfig
+
+
+def split(ranks: int, stages: int = 4, columns: int = 8) -> Candidate:
+    return Candidate("split_k", SplitKConfig(64, columns, ranks, stages))
+
+
+A, B, C = split(4), split(4, 5), split(2)
+WIDE = split(4, 6, 16)
+SKINNY = Candidate("skinny", SkinnyConfig(128, 4, 2, 8))
+
+
+def times(us: float, *, second: float | None = None, linked: float | None = None, baselines=(10.0, 10.0)) -> Times:
+    return Times((us, us if second is None else second), () if linked is None else (linked,), baselines)
+
+
+def chosen(table: dict) -> dict:
+    return choose_row(table, token_classes(table))
+
+
+@pytest.mark.parametrize(
+    "measured, kept",
+    [
+        (times(9.5), True),
+        (times(9.53), False),  # 4.9 % is not enough
+        (times(5.0, second=9.6), False),  # in both passes
+        (times(5.0, second=5.0, baselines=(10.0, 5.2)), False),  # each against the baseline of its own pass
+        (times(9.0, second=9.5), True),
+    ],
+)
+def test_a_cell_beats_the_baseline_by_5_percent_in_both_passes(measured, kept):
+    assert chosen({1: {A: measured}}) == ({1: A} if kept else {}), measured
+
+
+def test_the_table_gets_the_weaker_pass():
+    assert Times((5.0, 6.0), (), (10.0, 10.0)).weakest == (6.0, 10.0)
+    assert Times((5.0, 6.0), (), (7.0, 10.0)).weakest == (5.0, 7.0)
+
+
+@pytest.mark.parametrize("us, winner", [(5.14, B), (5.16, A)])
+def test_of_candidates_about_as_fast_the_linked_chain_decides(us, winner):
+    assert chosen({1: {A: times(5.0, linked=8.0), B: times(us, linked=7.0)}}) == {1: winner}
+
+
+@pytest.mark.parametrize("cost, winner", [(1.02, {1: A, 9: WIDE}), (1.06, {1: A, 9: WIDE}), (1.08, {1: C, 9: WIDE})])
+def test_one_split_for_a_row_where_it_costs_little(cost, winner):
+    """The cost is a geometric mean over the row: 1.06 at one of two M is 1.03, 1.08 is more."""
+    base = 5.0
+    table = {1: {A: times(base * cost * 0.9999), C: times(base)}, 9: {WIDE: times(6.0)}}
+    assert chosen(table) == winner
+
+
+def test_no_one_split_that_does_not_serve_every_cell():
+    assert chosen({1: {SKINNY: times(5.0)}, 2: {A: times(5.0), SKINNY: times(9.0)}, 9: {WIDE: times(6.0)}}) == {
+        1: SKINNY, 2: A, 9: WIDE,
+    }  # fmt: skip
+
+
+def test_one_config_for_a_token_class_where_it_costs_little():
+    near = {m: {A: times(5.0 if m < 5 else 5.05), B: times(5.05 if m < 5 else 5.0)} for m in range(1, 9)}
+    assert len(set(chosen(near).values())) == 1
+    far = {m: {A: times(5.0 if m < 5 else 6.0), B: times(6.0 if m < 5 else 5.0)} for m in range(1, 9)}
+    assert chosen(far) == {m: A if m < 5 else B for m in range(1, 9)}
+
+
+def test_a_candidate_counts_where_both_passes_have_it():
+    def result(*candidates):
+        return JobResult({one: {BACK_TO_BACK: 5.0, LINKED: 7.0} for one in candidates}, {FLOOR: 4.0, "mm": 10.0, "other": 9.0})
+
+    found = row_times({3: [result(A, B), result(A)]})
+    assert found == {3: {A: Times((5.0, 5.0), (7.0, 7.0), (9.0, 9.0))}}
+
+
+@pytest.mark.parametrize(
+    "winners, measured, between",
+    [
+        ({17: A, 24: A, 32: A}, (17, 24, 32), {*range(18, 24), *range(25, 32)}),
+        ({16: B, 24: A}, (16, 24), set()),  # two configs
+        ({1: A, 3: A}, (1, 2, 3), set()),  # 2 was measured, and has no winner
+        ({1: A}, (1, 8), set()),
+        ({1: A, 4: A}, (1, 4), {2, 3}),
+    ],
+)
+def test_what_lies_between_two_cells_of_one_config(winners, measured, between):
+    found = interpolated(winners, measured)
+    assert set(found) == between and all(one == winners[min(winners)] or one == A for one in found.values())
+
+
+def test_classes_begin_where_nothing_would_be_served():
+    assert with_class_starts([1, 8, 16, 24, 64]) == [1, 8, 9, 16, 17, 24, 33, 64]
+    assert with_class_starts([4]) == [4] and with_class_starts([24, 32]) == [24, 32]
+    assert [(one.columns, one.tokens) for one in token_classes([1, 8, 9, 33])] == [(8, (1, 8)), (16, (9,)), (64, (33,))]
+    for bad in ([0], [65], [1, 65]):
+        with pytest.raises(ValueError, match="1 to 64"):
+            token_classes(bad)

@@ -1,0 +1,222 @@
+"""``lowlat report``: what records say, on the command line: geometric means by M, worst cells, and what went wrong.
+
+A benchmark's record says its kind since schema 2; of others it is seen from their cells. Means and worst cells are made
+from the cells here, not taken from the record, so that records of both schemas read alike.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from .record import Status
+
+#: Cells named as the worst of a record.
+WORST = 10
+#: Keys of cells by which records without a kind are told apart.
+_KINDS = {"timings": "bench", "winner": "tune", "status": "check"}
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Geometric means over ``cells`` cells of one M: time over the floor, and over the baseline (cuBLAS)."""
+
+    group: str
+    m: int
+    cells: int
+    over_floor: float | None
+    over_baseline: float | None
+
+
+@dataclass(frozen=True)
+class Worst:
+    """A cell by how it compares with the fastest alternative; above 1 is a loss."""
+
+    cell: str
+    ratio: float
+    against: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One record."""
+
+    path: str
+    kind: str
+    command: str
+    gpu: str | None
+    commit: str | None
+    cells: int
+    means: list[Mean] = field(default_factory=list)
+    worst: list[Worst] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    #: Cells that computed something wrong.
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failures)
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def find_records(paths: Iterable[Path]) -> list[Path]:
+    """The JSON files of ``paths``, folders searched through. OSError for a path that is not there."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file or folder")
+        found += sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    return found
+
+
+def summarise(path: Path) -> Summary:
+    """Reads one record. ValueError, naming the file, for what is none."""
+    try:
+        record = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("cells"), list) or "schema" not in record:
+        raise ValueError(f"{path}: no record: it has no schema and cells")
+    cells = record["cells"]
+    kind = record.get("kind") or next((kind for key, kind in _KINDS.items() if cells and key in cells[0]), "unknown")
+    gpu = (record.get("machine") or {}).get("gpu") or {}
+    head = Summary(str(path), kind, record.get("command", ""), gpu.get("name"), record.get("commit"), len(cells))
+    reader = {"bench": _bench, "tune": _tune, "check": _check, "host": _host}.get(kind)
+    if reader is None:
+        head.notes.append(f"a record of kind {kind!r}: nothing is known of its cells")
+    else:
+        try:
+            reader(record, head)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: a record of kind {kind!r} with a cell that cannot be read: {error!r}") from None
+    return head
+
+
+def _name(cell: dict) -> str:
+    return f"{cell['n']}x{cell['k']} M={cell['m']}"
+
+
+def _mode(cell: dict) -> str:
+    """The mode of a benchmark's cell; schema 1 had one."""
+    mode = cell.get("mode") or {"chain": "back_to_back", "weights": "cold", "pdl": True}
+    return f"{mode['chain']}, {mode['weights']}, PDL {'on' if mode['pdl'] else 'off'}"
+
+
+def _add_means(head: Summary, rows: Iterable[tuple[str, int, float | None, float | None]]) -> None:
+    """``rows``: (group, M, over the floor, over the baseline) of each cell."""
+    groups: dict[tuple[str, int], list[tuple[float | None, float | None]]] = {}
+    for group, m, *ratios in rows:
+        groups.setdefault((group, m), []).append(tuple(ratios))
+    for (group, m), ratios in sorted(groups.items()):
+        means = []
+        for column in zip(*ratios):
+            known = [value for value in column if value is not None]
+            means.append(round(statistics.geometric_mean(known), 4) if known else None)
+        head.means.append(Mean(group, m, len(ratios), *means))
+
+
+def _add_worst(head: Summary, found: Iterable[Worst]) -> None:
+    head.worst.extend(sorted(found, key=lambda one: -one.ratio)[:WORST])
+
+
+def _bench(record: dict, head: Summary) -> None:
+    ran = [cell for cell in record["cells"] if "ours" in cell["timings"]]
+    rows, worst = [], []
+    for cell in ran:
+        us = {name: timing["us"] for name, timing in cell["timings"].items()}
+        peers = {name: value for name, value in us.items() if name not in ("ours", "floor", "norm alone")}
+        over_cublas = us["ours"] / us["cublas"] if "cublas" in us else None
+        rows.append((_mode(cell), cell["m"], us["ours"] / us["floor"], over_cublas))
+        if peers:
+            best = min(peers, key=peers.get)
+            worst.append(Worst(f"{_name(cell)}, {_mode(cell)}", round(us["ours"] / peers[best], 4), best))
+    _add_means(head, rows)
+    _add_worst(head, worst)
+    lost = sum(one.ratio > 1 for one in worst)
+    head.notes.append(f"{len(worst)} cells against a peer: {len(worst) - lost} won, {lost} lost")
+    if len(ran) < head.cells:
+        head.notes.append(f"{head.cells - len(ran)} cells have no kernel of ours")
+    if record.get("not_reached"):
+        head.notes.append(f"{len(record['not_reached'])} cells were not reached in the time given")
+
+
+def _tune(record: dict, head: Summary) -> None:
+    kept = [cell for cell in record["cells"] if cell["winner"] is not None]
+    rows = []
+    for cell in kept:
+        group = "with residual" if cell["residual"] else "plain"
+        rows.append((group, cell["m"], cell["over_floor"], cell["over_baseline"]))
+    _add_means(head, rows)
+    _add_worst(head, [Worst(_name(cell), cell["over_baseline"], "baseline") for cell in kept])
+    head.notes.append(f"{len(kept)} of {head.cells} measured cells kept; the others are not 5 % under the baseline")
+    for one in record.get("excluded", []):
+        head.notes.append(f"excluded {one['backend']} {one['config']}: {one['reason']}")
+    if record.get("not_reached"):
+        head.notes.append(f"{len(record['not_reached'])} shapes were not reached in the time given")
+
+
+def _check(record: dict, head: Summary) -> None:
+    counts = record["counts"]
+    head.notes.append(", ".join(f"{counts.get(status.value, 0)} {status}" for status in Status))
+    for cell in record["cells"]:
+        if cell["status"] == Status.FAILED.value:
+            head.failures.append(f"{cell['arch']} {_name(cell)}: {cell['reason']}")
+
+
+def _host(record: dict, head: Summary) -> None:
+    cells = record["cells"]
+    head.notes.append(", ".join(f"{name} {value:g}" for name, value in record["medians"].items()))
+    _add_worst(head, [Worst(_name(cell), cell["forward_over_f_linear"], "F.linear, on the host") for cell in cells])
+
+
+def markdown(summaries: Sequence[Summary]) -> str:
+    """The summaries as Markdown."""
+    lines = []
+    for one in summaries:
+        where = f"{one.gpu or 'no GPU'}, commit {(one.commit or 'unknown')[:12]}"
+        lines += [f"## {one.path}", "", f"`{one.command}` on {where}, {one.cells} cells.", ""]
+        lines += [f"- {note}" for note in (*one.notes, *(f"FAILED {text}" for text in one.failures))]
+        if one.means:
+            lines += ["", "| | M | cells | x floor | x baseline |", "|---|---|---|---|---|"]
+            for mean in one.means:
+                ratios = f"{_text(mean.over_floor)} | {_text(mean.over_baseline)}"
+                lines.append(f"| {mean.group} | {mean.m} | {mean.cells} | {ratios} |")
+        if one.worst:
+            lines += ["", "| worst cells | x | against |", "|---|---|---|"]
+            lines += [f"| {worst.cell} | {worst.ratio:.3f} | {worst.against} |" for worst in one.worst]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def show(console, summaries: Sequence[Summary]) -> None:
+    """The summaries as tables."""
+    from rich import box
+    from rich.table import Table as Grid
+
+    for one in summaries:
+        console.print(f"{one.path}: {one.kind}, {one.cells} cells", style="bold", highlight=False, soft_wrap=True)
+        console.print(f"{one.command} on {one.gpu or 'no GPU'}, commit {one.commit}", highlight=False, soft_wrap=True)
+        for note in one.notes:
+            console.print(note, highlight=False, soft_wrap=True, markup=False)
+        for text in one.failures:
+            console.print(f"FAILED {text}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+        if one.means:
+            grid = Grid("", "M", "cells", "x floor", "x baseline", title="geometric means", box=box.SIMPLE)
+            for mean in one.means:
+                ratios = _text(mean.over_floor), _text(mean.over_baseline)
+                grid.add_row(mean.group, str(mean.m), str(mean.cells), *ratios)
+            console.print(grid)
+        if one.worst:
+            grid = Grid("cell", "x", "against", title="worst cells", box=box.SIMPLE)
+            for worst in one.worst:
+                grid.add_row(worst.cell, f"{worst.ratio:.3f}", worst.against, style="red" if worst.ratio > 1 else None)
+            console.print(grid)
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
