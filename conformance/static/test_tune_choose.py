@@ -97,7 +97,7 @@ def test_what_lies_between_two_cells_of_one_config(winners, measured, between):
 
 
 def test_classes_begin_where_nothing_would_be_served():
-    assert with_class_starts([1, 8, 16, 24, 64]) == [1, 8, 9, 16, 17, 24, 33, 64]
+    assert with_class_starts([1, 8, 16, 24, 64]) == [1, 8, 9, 16, 17, 24, 57, 64]
     assert with_class_starts([4]) == [4] and with_class_starts([24, 32]) == [24, 32]
     assert [(one.columns, one.tokens) for one in token_classes([1, 8, 9, 33])] == [(8, (1, 8)), (16, (9,)), (64, (33,))]
     for bad in ([0], [65], [1, 65]):

@@ -31,7 +31,11 @@ K_UNIT = 128
 K_BLOCK = 64
 #: Rows that one warpgroup multiplies.
 WARPGROUP_ROWS = 64
-TOKEN_COLUMNS = (8, 16, 32, 64)
+#: Tokens of a tile. On SM90 any multiple of 8, which is what wgmma takes: a tile that is wider than M has it by rows that
+#: the tensor map fills with zeros, and those are slow (at M = 33 a tile of 64 took 1.2 to 2 times as long as at M = 64).
+TOKEN_COLUMNS = tuple(range(8, 65, 8))
+#: Of tensor memory, that allocates powers of two.
+TENSOR_MEMORY_TOKEN_COLUMNS = (8, 16, 32, 64)
 MAX_SPLIT = 8
 
 
@@ -163,8 +167,9 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: SplitKConfig, *, residua
         return f"K = {k}: expected a multiple of 8, the 16-byte pitch of a tensor map"
     if config.rows % 8 or not 8 <= config.rows <= 2 * WARPGROUP_ROWS:
         return f"rows {config.rows}: expected a multiple of 8, at most {2 * WARPGROUP_ROWS}"
-    if config.token_columns not in TOKEN_COLUMNS:
-        return f"token_columns {config.token_columns}: expected one of {TOKEN_COLUMNS}"
+    widths = TOKEN_COLUMNS if arch == SM90 else TENSOR_MEMORY_TOKEN_COLUMNS
+    if config.token_columns not in widths:
+        return f"token_columns {config.token_columns}: expected one of {widths}"
     if not 1 <= config.split <= MAX_SPLIT:
         return f"split {config.split}: expected 1 to {MAX_SPLIT}, the ranks of a portable cluster"
     if config.split > -(-k // K_UNIT):

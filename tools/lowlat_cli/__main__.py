@@ -209,7 +209,7 @@ def tune(
     tp: TpOption = [8],
     shape: ShapeOption = None,
     residual: Annotated[Optional[list[str]], typer.Option(help="NxK that is wanted with residual too.")] = None,
-    tokens: TokensOption = "1-16,24,32,48,64",
+    tokens: TokensOption = "1-16,24,32,40,48,56,64",
     most: Annotated[int, typer.Option(min=1, help="Tilings that are timed for a shape and token class.")] = 24,
     minutes: Annotated[Optional[float], typer.Option(help="Begin no other shape after so many minutes.")] = None,
     family: Annotated[Optional[str], typer.Option(help="Family of the table; the model by default.")] = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -35,7 +35,9 @@ SPLITS = range(1, split_k.MAX_SPLIT + 1)
 MAX_UNROLL = 16
 #: Depths of the token ring, the first for a start: one ring for both, or a short one of its own where token tiles are
 #: as large as the weight's.
-TOKEN_STAGES = {8: (0,), 16: (0,), 32: (0,), 64: (5, 4, 6, 0)}
+NARROW_TOKEN_STAGES, WIDE_TOKEN_STAGES = (0,), (5, 4, 6, 0)
+#: Widths of token tiles at which candidates are enumerated and screened; the widths between take theirs from the next.
+SCREENED_COLUMNS = (8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Candidate:
     def unit(self, arch: Arch, n: int, k: int, m: int, residual: bool = False) -> CompileUnit:
         return every_backend()[self.backend].compile_unit(arch, n, k, m, self.config, residual=residual)
 
+    def narrowed(self, columns: int) -> "Candidate":
+        """The same with a token tile of ``columns``, for a backend that has token tiles of a width."""
+        return replace(self, config=replace(self.config, token_columns=columns)) if self.backend == split_k.NAME else self
+
     @property
     def invariance(self):
         """What a token's bits depend on; None: on M. See ``registry.Backend``."""
@@ -77,7 +83,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TokenClass:
-    """Token counts that one token tile serves. Candidates are screened at ``screened``, the largest of them."""
+    """Token counts that one width of token tile serves. Candidates are screened at ``screened``, the largest of them."""
 
     columns: int
     tokens: tuple[int, ...]
@@ -87,14 +93,19 @@ class TokenClass:
         return self.tokens[-1]
 
 
-def token_classes(tokens: Iterable[int]) -> list[TokenClass]:
-    """``tokens`` by class. ValueError for a count above the widest."""
+def token_classes(tokens: Iterable[int], widths: Sequence[int] = TOKEN_COLUMNS) -> list[TokenClass]:
+    """``tokens`` by the least of ``widths`` that holds them. ValueError for a count above the widest."""
     wanted = sorted(set(tokens))
-    if wanted and not 1 <= wanted[0] <= wanted[-1] <= TOKEN_COLUMNS[-1]:
-        raise ValueError(f"token counts {wanted}: a table has 1 to {TOKEN_COLUMNS[-1]}")
-    lows = (0, *TOKEN_COLUMNS)
-    classes = [TokenClass(high, tuple(m for m in wanted if low < m <= high)) for low, high in zip(lows, TOKEN_COLUMNS)]
+    if wanted and not 1 <= wanted[0] <= wanted[-1] <= widths[-1]:
+        raise ValueError(f"token counts {wanted}: a table has 1 to {widths[-1]}")
+    lows = (0, *widths)
+    classes = [TokenClass(high, tuple(m for m in wanted if low < m <= high)) for low, high in zip(lows, widths)]
     return [one for one in classes if one.tokens]
+
+
+def screened_width(columns: int) -> int:
+    """The width at which candidates for a token tile of ``columns`` are screened."""
+    return next(width for width in SCREENED_COLUMNS if columns <= width)
 
 
 def with_class_starts(tokens: Iterable[int]) -> list[int]:
@@ -108,13 +119,18 @@ def with_class_starts(tokens: Iterable[int]) -> list[int]:
     return sorted({*wanted, *starts})
 
 
+def token_stages(columns: int) -> tuple[int, ...]:
+    """Depths of the token ring that are tried for a width of token tile."""
+    return NARROW_TOKEN_STAGES if columns <= 32 else WIDE_TOKEN_STAGES
+
+
 def tilings(arch: Arch, n: int, k: int, m: int) -> list[Candidate]:
     """Every ``split_k`` tiling for M = ``m``: rows, split and blocks a stage, with the deepest ring that lets two CTAs
     share an SM. What else there is to choose is ``variants``."""
-    columns = next(one for one in TOKEN_COLUMNS if m <= one)
+    columns = screened_width(m)
     found = []
     for rows, split, k_blocks in itertools.product(ROWS, SPLITS, (1, 2)):
-        start = SplitKConfig(rows, columns, split, 3, k_blocks=k_blocks, token_stages=TOKEN_STAGES[columns][0])
+        start = SplitKConfig(rows, columns, split, 3, k_blocks=k_blocks, token_stages=token_stages(columns)[0])
         config = deepest_ring(start, k)
         if config is not None and split_k.why_not(arch, n, k, m, config) is None:
             found.append(Candidate(split_k.NAME, config))
@@ -153,7 +169,7 @@ def variants(candidate: Candidate, k: int) -> list[Candidate]:
     if config.stages > 3:
         found.append(replace(config, stages=config.stages - 1))
     others = [replace(config, k_blocks=3 - config.k_blocks)]
-    others += [replace(config, token_stages=depth) for depth in TOKEN_STAGES[config.token_columns]]
+    others += [replace(config, token_stages=depth) for depth in token_stages(config.token_columns)]
     for other in filter(None, (deepest_ring(one, k) for one in others)):
         found += [other, replace(other, trigger=10)]
     return [Candidate(split_k.NAME, one) for one in dict.fromkeys(found)]

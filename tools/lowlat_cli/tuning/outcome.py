@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..checking import Shape
-from .candidates import Candidate, TokenClass, token_classes
+from .candidates import SCREENED_COLUMNS, Candidate, TokenClass, token_classes
 from .jobs import JobResult
 from .table_writer import RowResult
 
@@ -25,7 +25,13 @@ class Request:
 
     @property
     def classes(self) -> list[TokenClass]:
+        """The token counts by what one config can serve."""
         return token_classes(self.tokens)
+
+    @property
+    def screens(self) -> list[TokenClass]:
+        """The token counts by where candidates are screened."""
+        return token_classes(self.tokens, SCREENED_COLUMNS)
 
 
 @dataclass(frozen=True)

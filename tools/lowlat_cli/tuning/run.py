@@ -21,7 +21,15 @@ from lowlat_gemm.kernels import fused_a
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 
 from ..checking import Shape
-from .candidates import SKINNY_TOKENS, Candidate, fused_a_candidates, skinny_candidates, tilings, variants
+from .candidates import (
+    SKINNY_TOKENS,
+    Candidate,
+    fused_a_candidates,
+    screened_width,
+    skinny_candidates,
+    tilings,
+    variants,
+)
 from .choose import choose_row, row_times
 from .cost_model import predict_us, prune, rank_correlation
 from .jobs import BACK_TO_BACK, LINKED, Job, JobResult
@@ -85,7 +93,7 @@ class Tuner:
 
     def _screens(self, shape: Shape) -> Iterator[Job]:
         n, k = shape.n, shape.k
-        for one in self.request.classes:
+        for one in self.request.screens:
             m, most = one.screened, self.request.most
             chosen, probes = self._pruned(tilings(self.arch, n, k, m), n, k, m, most, PROBES)
             warps = fused_a_candidates(self.arch, n, k, m)
@@ -130,7 +138,8 @@ class Tuner:
             for residual in residuals:
                 for one in self.request.classes:
                     for m in one.tokens:
-                        fit = [c for c in finalists[one.columns] if c.why_not(self.arch, n, k, m, residual) is None]
+                        found = [c.narrowed(one.columns) for c in finalists[screened_width(one.columns)]]
+                        fit = [c for c in dict.fromkeys(found) if c.why_not(self.arch, n, k, m, residual) is None]
                         job = self._job(
                             "final", shape, m, fit[:: 1 if turn == 1 else -1], FINAL_REPLAYS,
                             turn=turn, residual=residual, chains=chains_for(n, k)[: 2 if turn == 1 else 1],
@@ -153,7 +162,7 @@ class Tuner:
         could have, and for few tokens the fastest ``fused_a`` and ``skinny``."""
         by_class: dict[int, list[Candidate]] = {}
         pools: dict[int, dict[Candidate, float]] = {}
-        for one in self.request.classes:
+        for one in self.request.screens:
             pool: dict[Candidate, float] = {}
             both: dict[Candidate, float] = {}
             for results in (screened, refined):  # what was timed again counts as it was the last time
@@ -169,7 +178,7 @@ class Tuner:
             by_class[columns] += fitting[:1] if order is not None else []
         few = next((result for job, result in screened.items() if job.turn == 1), None)
         if self.request.tokens[0] <= SKINNY_TOKENS:
-            first = self.request.classes[0].columns
+            first = self.request.screens[0].columns
             warps = [one for one in sorted(pools[first], key=pools[first].get) if one.backend == fused_a.NAME]
             by_class[first] += warps[:1] + (_ranked(few)[:1] if few is not None else [])
         return {columns: list(dict.fromkeys(found)) for columns, found in by_class.items()}
@@ -197,7 +206,7 @@ class Tuner:
 
     def _total(self) -> float:
         """Expected work: the stages that are still to come counted at their usual size."""
-        classes, most = len(self.request.classes), self.request.most
+        classes, most = len(self.request.screens), self.request.most
         finals = len(PASSES) * (len(self.request.tokens)) * (len(self.request.shapes) + len(self.request.residual))
         screens = len(self.request.shapes) * classes * (_weight("screen", most + PROBES) + _weight("refine", 24))
         return screens + finals * _weight("final", FINALISTS + 1)
