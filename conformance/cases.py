@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lowlat_gemm.arch import ARCHES, Arch
 from lowlat_gemm.dispatch import Plan, PlanEntry, plan_for
-from lowlat_gemm.kernels import skinny, split_k
+from lowlat_gemm.kernels import fused_a, skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
 from lowlat_gemm.kernels.registry import backend, every_backend
@@ -17,11 +17,11 @@ from lowlat_gemm.tables import Cell, available_tables, load_table
 
 
 #: Configs of split_k for what no table reaches: every split and token tile, one and two row warpgroups, both stage
-#: sizes, one ring and two, and prefetch and trigger beyond the ends.
+#: sizes, one ring and two, and prefetch and trigger beyond the ends. Every generation serves each of them.
 SPLIT_K_CONFIGS = [
     SplitKConfig(56, 8, 4, 13),
     SplitKConfig(64, 8, 3, 4),
-    SplitKConfig(8, 8, 1, 2),
+    SplitKConfig(8, 8, 1, 8),
     SplitKConfig(80, 8, 2, 4, k_blocks=2),
     SplitKConfig(48, 16, 2, 6, k_blocks=2),
     SplitKConfig(56, 16, 8, 11),
@@ -31,6 +31,7 @@ SPLIT_K_CONFIGS = [
     SplitKConfig(96, 64, 1, 8),
     SplitKConfig(56, 64, 6, 5, token_stages=3, prefetch=1, trigger=0),
     SplitKConfig(56, 32, 7, 9, prefetch=99, trigger=99),
+    SplitKConfig(24, 8, 1, 2, k_blocks=2),
 ]
 
 #: Configs of fused_a besides those that the shape chooses: several row warps and tiles, one K warp and many.
@@ -41,6 +42,11 @@ FUSED_A_CONFIGS = [
     FusedAConfig(1, 16, 1, 1),
     FusedAConfig(2, 1, 2, 4),
     FusedAConfig(1, 1, 4, 2),
+    # As many registers as the predicate takes.
+    FusedAConfig(1, 1, 4, 4),
+    FusedAConfig(1, 8, 4, 4),
+    FusedAConfig(1, 16, 2, 2),
+    FusedAConfig(4, 4, 2, 2),
 ]
 
 #: Shapes outside every table, the last two smaller than a chunk of most configs.
@@ -100,11 +106,6 @@ def written_unit(case: Case) -> CompileUnit | None:
     return written.compile_unit(case.arch, case.n, case.k, case.m, config, residual=case.residual)
 
 
-def written_units(arch: Arch) -> list[CompileUnit]:
-    """The units of every cell of the tables whose kernel is written, each once."""
-    return list(dict.fromkeys(filter(None, map(written_unit, table_cases(arch)))))
-
-
 @functools.lru_cache(maxsize=None)
 def _cells_by_unit(target: str) -> dict[CompileUnit, list[Case]]:
     found: dict[CompileUnit, list[Case]] = {}
@@ -143,9 +144,38 @@ def skinny_units(arch: Arch) -> list[CompileUnit]:
 
 
 def split_k_units(arch: Arch) -> list[CompileUnit]:
-    """``SPLIT_K_CONFIGS`` with and without residual; none where split_k is not built."""
-    configs = [one for one in SPLIT_K_CONFIGS if split_k.why_not(arch, 1536, 7168, 1, one) is None]
-    return [split_k.compile_unit(arch, 1536, 7168, 1, one, residual=added) for one in configs for added in (False, True)]
+    """``SPLIT_K_CONFIGS`` with and without residual, and one of them in each of the other dtypes."""
+
+    def unit(config: SplitKConfig, **options) -> CompileUnit:
+        return split_k.compile_unit(arch, 1536, 7168, 1, config, **options)
+
+    units = [unit(one, residual=added) for one in SPLIT_K_CONFIGS for added in (False, True)]
+    for dtype, output in (("float16", "float16"), ("bfloat16", "float32"), ("float16", "float32")):
+        units.append(unit(SPLIT_K_CONFIGS[3], residual=True, dtype=dtype, output_dtype=output))
+    return units
+
+
+def fused_a_units(arch: Arch) -> list[CompileUnit]:
+    """``FUSED_A_CONFIGS`` with residual, for up to 8 and for more tokens."""
+    units = [
+        fused_a.compile_unit(arch, 1536, 7168, m, one, residual=True)
+        for one in FUSED_A_CONFIGS
+        for m in (8, 16)
+        if fused_a.why_not(arch, 1536, 7168, m, one, residual=True) is None
+    ]
+    return list(dict.fromkeys(units))
+
+
+def written_units(arch: Arch) -> list[CompileUnit]:
+    """Every kernel and config of a generation that tables, defaults or tests of other configs can have compiled.
+
+    Kernels that are kept from dispatch are among them: what a table will name has to hold the contract before.
+    """
+    named = list(filter(None, map(written_unit, table_cases(arch))))
+    # Of the test's configs every other one with residual, the rest without: ten minutes of compiling say no more.
+    count = 2 * len(SPLIT_K_CONFIGS)
+    standing = [unit for i, unit in enumerate(split_k_units(arch)) if i >= count or i % 4 in (0, 3)]
+    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing]))
 
 
 def unit_cases(arch: Arch) -> list[Case]:

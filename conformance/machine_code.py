@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel: registers, stack and spills, read with NVIDIA's binary tools."""
+"""What the compiler made of a kernel: registers, stack and spills, machine code and PTX, read with NVIDIA's binary tools."""
 
 from __future__ import annotations
 
@@ -45,12 +45,27 @@ def read_cubin(path: Path) -> MachineCode:
     return MachineCode(int(match[1]), int(match[2]), len(re.findall(r"\b(?:STL|LDL)\b", sass)), sass)
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A unit's code. ``constants``: 64-bit constants of the launching code, among them the shared memory that it asks for."""
+
+    code: MachineCode
+    ptx: str
+    constants: frozenset[int]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA, as the kernel declares them."""
+        return int(re.search(r"\.(?:reqntid|maxntid) (\d+)", self.ptx)[1])
+
+
 @functools.lru_cache(maxsize=None)
-def code_of(unit: CompileUnit) -> MachineCode:
-    """The machine code of a unit, compiled now. Raises what the compiler raises, ValueError for other than one cubin."""
+def compiled(unit: CompileUnit) -> Compiled:
+    """Compiles ``unit`` once a process. Raises what the compiler raises."""
     with tempfile.TemporaryDirectory() as folder:
-        compile_now(unit, f"--keep-cubin --dump-dir={folder}")
+        kernel = compile_now(unit, f"--keep-cubin --keep-ptx --dump-dir={folder}")
         cubins = list(Path(folder).glob("*.cubin"))
         if len(cubins) != 1:
             raise ValueError(f"{unit}: expected one cubin, found {cubins}")
-        return read_cubin(cubins[0])
+        constants = frozenset(map(int, re.findall(r"constant\((\d+) : i64\)", str(kernel.ir_module))))
+        return Compiled(read_cubin(cubins[0]), next(Path(folder).glob("*.ptx")).read_text(), constants)

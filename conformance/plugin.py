@@ -161,7 +161,7 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``case``: each cell of --arch that has a kernel; for a test marked ``one_case_per_unit``, one a unit.
 
-    ``table_case``: each cell; ``table_unit``: what each cell with a written kernel compiles from; ``unit``: skinny's
+    ``table_case``: each cell; ``written_unit``: each compile unit of every kernel that is written; ``unit``: skinny's
     compile units; ``lm_head``: each kernel on large language-model heads.
     """
     from conformance import cases, standing
@@ -176,7 +176,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sources = {
         "case": per_unit if marks else cases.kernel_cases,
         "table_case": cases.table_cases,
-        "table_unit": cases.written_units,
+        "written_unit": cases.written_units,
         "unit": cases.skinny_units,
         "lm_head": standing.lm_head_cases,
     }

@@ -1,48 +1,62 @@
-"""``split_k`` compiles for SM90 without a GPU, does not spill, and takes the shared memory that its predicate reckons."""
+"""``split_k`` compiles for every generation without a GPU: shared memory as reckoned, its tensor cores as they should be."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from conformance.cases import SPLIT_K_CONFIGS as CONFIGS
-from conformance.machine_code import read_cubin
+from conformance.cases import SPLIT_K_CONFIGS, unit_id, written_units
+from conformance.machine_code import compiled
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels.compiling import compile_now
-from lowlat_gemm.kernels.split_k import HOLD_POINTS, compile_unit, shared_memory_bytes, why_not
+from lowlat_gemm.kernels.split_k import HOLD_POINTS, compile_unit
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: ".".join(map(str, vars(config).values())))
-def test_compiles_without_spills_and_fits(config, residual, arch):
-    if arch != SM90:
-        assert "not built" in why_not(arch, 1536, 7168, 1, config, residual=residual), f"{arch} needs a test here"
-        return
-    unit = compile_unit(SM90, 1536, 7168, 1, config, residual=residual)
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = compile_now(unit, f"--keep-cubin --dump-dir={folder}")
-        code = read_cubin(next(Path(folder).glob("*.cubin")))
-    assert code.stack_bytes == 0 and code.local_accesses == 0, f"{config}: spills"
-    reckoned = shared_memory_bytes(config, residual=residual)
-    assert f"constant({reckoned} : i64)" in str(compiled.ir_module), f"{config}: the launch takes other than {reckoned}"
-    multiplies = 4 * config.k_blocks
-    assert code.sass.count("HGMMA") == multiplies, f"{config}: {code.sass.count('HGMMA')} wgmmas, expected {multiplies}"
+def test_the_products_are_as_the_config_says(arch):
+    units = [unit for unit in written_units(arch) if unit.kernel == "split_k"]
+    assert {unit.spec.config.token_columns for unit in units} == {8, 16, 32, 64}
+    for unit in units:
+        made = compiled(unit)
+        problem = _wgmma_problem(unit, made.code.sass) if arch == SM90 else _tcgen05_problem(unit, made.code.sass, made.ptx)
+        assert problem is None, f"{unit_id(unit)}: {problem}"
+
+
+def _wgmma_problem(unit, sass: str) -> str | None:
+    multiplies = 4 * unit.spec.config.k_blocks
     # Two waits in all: inside the loop for the stage before, after it for the last. More means ptxas serialised them.
-    assert code.sass.count("WARPGROUP.DEPBAR") == 2, f"{config}: ptxas waits between wgmmas"
+    if (sass.count("HGMMA"), sass.count("WARPGROUP.DEPBAR")) != (multiplies, 2):
+        return f"{sass.count('HGMMA')} wgmmas, {sass.count('WARPGROUP.DEPBAR')} waits for them; expected {multiplies}, 2"
+
+
+def _tcgen05_problem(unit, sass: str, ptx: str) -> str | None:
+    """Products, descriptors and loads as the PTX ISA encodes them (tcgen05: instruction and matrix descriptors)."""
+    config, kind = unit.spec.config, {"float16": 0, "bfloat16": 1}[unit.spec.input_dtype]
+    multiplies = 4 * config.k_blocks * config.warpgroups
+    if sass.count("UTCHMMA") != multiplies:
+        return f"{sass.count('UTCHMMA')} products, expected {multiplies}"
+    shape = {number for number in map(int, re.findall(r"mov\.b32 \t%r\d+, (\d+);", ptx)) if number >> 24 == 64 // 16}
+    expected = 4 << 24 | config.token_columns // 8 << 17 | kind << 10 | kind << 7 | 1 << 4  # M, N, operands, FP32 sums
+    if shape != {expected}:
+        return f"instruction descriptors {shape}, expected M = 64, N = {config.token_columns}: {expected}"
+    # Start and leading offset vary or do not matter; between groups of 8 rows 1024 bytes, fixed bits, 128-byte swizzle.
+    descriptors = {word for word in map(int, re.findall(r"or\.b64 \t%rd\d+, %rd\d+, (\d+);", ptx)) if word >> 61 == 2}
+    fields = {(word >> 32 & 0x3FFF, word >> 46 & 3) for word in descriptors}
+    if fields != ({(64, 1), (0, 1)} if config.token_columns == 8 else {(64, 1)}):
+        return f"matrix descriptors {[hex(word) for word in descriptors]}"
+    loads = re.findall(r"tcgen05\.ld\.sync\.aligned\.16x256b\.x(\d+)\.b32", ptx)
+    if loads != [str(config.token_columns // 8)]:
+        return f"loads of tensor memory x{loads}"
 
 
 @pytest.mark.parametrize("point", HOLD_POINTS)
 def test_each_hold_point_is_in_the_test_build_and_only_there(point, arch):
     """The spin reads the global timer: once in a held build, never in the one that is served."""
-    if arch != SM90:
-        assert "not built" in why_not(arch, 1536, 7168, 1, CONFIGS[0]), f"{arch} needs a test here"
-        return
-    found = []
-    for hold in (None, (point, 1)):
-        unit = compile_unit(SM90, 1536, 7168, 1, CONFIGS[0], hold=hold)
-        with tempfile.TemporaryDirectory() as folder:
-            compile_now(unit, f"--keep-ptx --dump-dir={folder}")
-            found.append(next(Path(folder).glob("*.ptx")).read_text().count("globaltimer"))
-    assert found[0] == 0 and found[1] > 0, f"{point}: {found}"
+    plain = compile_unit(arch, 1536, 7168, 1, SPLIT_K_CONFIGS[0])
+    held = compile_unit(arch, 1536, 7168, 1, SPLIT_K_CONFIGS[0], hold=(point, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        compile_now(held, f"--keep-ptx --dump-dir={folder}")
+        found = next(Path(folder).glob("*.ptx")).read_text().count("globaltimer")
+    assert compiled(plain).ptx.count("globaltimer") == 0 and found > 0, f"{point}: {found}"

@@ -39,7 +39,7 @@ def compile_now(unit: CompileUnit, extra_options: str = "") -> Any:
     """Compiles ``unit`` now, past every cache; ``extra_options`` (dump folders, say) go to the compiler as they are."""
     import cutlass.cute as cute
 
-    module = importlib.import_module(f".{kernel_module(unit.kernel)}", __package__)
+    module = importlib.import_module(f".{kernel_module(unit.kernel, unit.target)}", __package__)
     return module.compile_kernel(unit, cute.compile, f"{compile_options(unit.target)} {extra_options}".rstrip())
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ..arch import Arch
+from ..arch import ARCHES, SM90, Arch
 from ..backends import BACKEND_NAMES
 from . import fused_a, skinny, split_k
 from .compile_cache import CompileUnit
@@ -23,7 +23,8 @@ class Backend:
     ``why_not(arch, n, k, m, config, residual=False)``: the one predicate that dispatcher, tuner, table validation and
     tests call; None when it can serve.
     ``compile_unit(arch, n, k, m, config, residual=False)``: what must be compiled for it.
-    ``kernel_module``: name of the module that holds the CuTe DSL code and ``compile_kernel``.
+    ``kernel_modules``: for each compile target ("sm_90a") that the kernel has code for, the name of the module that
+    holds it and ``compile_kernel``.
     ``invariance(config)``: what a token's bits depend on besides its own row. Two configs of equal answers give equal
     bits at every M, however large; None: the bits, or whether it can serve, depend on M.
     ``proven``: whether hw_matrix/records shows its cells right on hardware and nothing open against it. Until then it
@@ -34,22 +35,29 @@ class Backend:
     parse_config: Callable[[Mapping[str, int]], Any]
     why_not: Callable[..., str | None]
     compile_unit: Callable[..., CompileUnit]
-    kernel_module: str
+    kernel_modules: Mapping[str, str]
     invariance: Callable[[Any], Hashable | None]
     proven: bool
 
 
-def _backend(host, code: str, *, invariance: Callable[[Any], Hashable | None], proven: bool) -> Backend:
-    """The backend of a kernel's host-side module ``host``, whose CuTe DSL code is in the module ``code``."""
+def _on_every_generation(code: str) -> dict[str, str]:
+    return {arch.compile_target: code for arch in ARCHES}
+
+
+def _backend(host, code: Mapping[str, str], *, invariance: Callable[[Any], Hashable | None], proven: bool) -> Backend:
+    """The backend of a kernel's host-side module ``host``; ``code``: its ``kernel_modules``."""
     return Backend(host.NAME, host.parse_config, host.why_not, host.compile_unit, code, invariance, proven)
+
+
+_SPLIT_K_CODE = _on_every_generation("split_k_sm100_kernel") | {SM90.compile_target: "split_k_sm90_kernel"}
 
 
 _BACKENDS = {
     made.name: made
     for made in (
-        _backend(skinny, "skinny_kernel", invariance=lambda config: None, proven=True),
-        _backend(fused_a, "fused_a_kernel", invariance=lambda config: (fused_a.NAME, config), proven=True),
-        _backend(split_k, "split_k_sm90_kernel", invariance=lambda config: (split_k.NAME, config.split), proven=True),
+        _backend(skinny, _on_every_generation("skinny_kernel"), invariance=lambda config: None, proven=True),
+        _backend(fused_a, _on_every_generation("fused_a_kernel"), invariance=lambda config: (fused_a.NAME, config), proven=True),
+        _backend(split_k, _SPLIT_K_CODE, invariance=lambda config: (split_k.NAME, config.split), proven=True),
     )
 }
 
@@ -72,9 +80,9 @@ def every_backend() -> Mapping[str, Backend]:
     return MappingProxyType(_BACKENDS)
 
 
-def kernel_module(name: str) -> str:
-    """Name of the module with the CuTe DSL code of a kernel, proven or not. KeyError for one that is not there."""
-    return _BACKENDS[name].kernel_module
+def kernel_module(name: str, target: str) -> str:
+    """Name of the module with a kernel's CuTe DSL code for a compile target, proven or not. KeyError: there is none."""
+    return _BACKENDS[name].kernel_modules[target]
 
 
 #: Modules that compiling and launching needs, with the package that brings each.

@@ -101,6 +101,14 @@ class SplitKSpec:
 HOLD_POINTS = ("before_barriers", "weights", "tokens", "multiply", "send", "add", "store", "exit")
 HOLD_NS = 3_000
 
+#: 64-bit words behind the barriers that tensor memory takes: three barriers and its address (SM90 leaves them idle).
+TENSOR_MEMORY_WORDS = 4
+
+#: Columns of tensor memory of an SM that CTAs share: PTX ISA, tcgen05 (SM107 has 64 more for one that takes all).
+TENSOR_COLUMNS_PER_SM = 512
+#: Shared memory that the system takes for each CTA: CUDA C++ Programming Guide, table of compute capabilities.
+CTA_RESERVED_BYTES = 1024
+
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -130,12 +138,17 @@ def shared_memory_bytes(config: SplitKConfig, output_dtype: str = "bfloat16", *,
     staged_bytes = 4 if residual else _BYTES[output_dtype]
     staged = config.warpgroups * config.groups_per_rank * 8 * staging_pitch(config, staged_bytes) * staged_bytes
     # The rings begin on the 1024 bytes that the swizzle repeats in.
-    return _round_up(8 * barriers(config)) + _round_up(weights) + tokens + 4 * landing_words(config) + staged
+    return _round_up(8 * (barriers(config) + TENSOR_MEMORY_WORDS)) + _round_up(weights) + tokens + 4 * landing_words(config) + staged
 
 
 def barriers(config: SplitKConfig) -> int:
     """mbarriers of a CTA: two a stage of each ring, one for partial sums, one for the previous kernel."""
     return 2 * config.stages + (0 if config.shared_ring else 2 * config.token_ring) + 2
+
+
+def tensor_columns(config: SplitKConfig) -> int:
+    """Columns of tensor memory of a CTA: one a token and row warpgroup; allocations are powers of two from 32 on."""
+    return max(32, config.warpgroups * config.token_columns)
 
 
 def _round_up(size: int, unit: int = 1024) -> int:
@@ -144,8 +157,6 @@ def _round_up(size: int, unit: int = 1024) -> int:
 
 def why_not(arch: Arch, n: int, k: int, m: int, config: SplitKConfig, *, residual: bool = False) -> str | None:
     """The one predicate: why this backend cannot serve (arch, N, K, M, config), or None when it can."""
-    if arch != SM90:
-        return f"split_k is not built for {arch} yet"
     if m < 1 or n < 1 or k < 1:
         return f"M = {m}, N = {n}, K = {k}: expected positive extents"
     if k % 8:
@@ -162,9 +173,24 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: SplitKConfig, *, residua
         return f"k_blocks {config.k_blocks}: expected 1 or 2, so that slices end on stages"
     if not 2 <= config.stages <= 32 or config.token_stages not in (0, *range(2, 33)):
         return f"stages {config.stages}, token_stages {config.token_stages}: expected 2 to 32 (0: one ring)"
-    shared = max(shared_memory_bytes(config, dtype, residual=residual) for dtype in ("bfloat16", "float32"))
-    if shared > arch.shared_memory_bytes:
-        return f"needs {shared} bytes of shared memory, {arch} has {arch.shared_memory_bytes}"
+    least, most = sorted(shared_memory_bytes(config, dtype, residual=residual) for dtype in ("bfloat16", "float32"))
+    if most > arch.shared_memory_bytes:
+        return f"needs {most} bytes of shared memory, {arch} has {arch.shared_memory_bytes}"
+    if arch != SM90:
+        return _tensor_memory_problem(arch, tensor_columns(config), least)
+    return None
+
+
+def _tensor_memory_problem(arch: Arch, columns: int, shared: int) -> str | None:
+    """Why CTAs of ``columns`` columns and ``shared`` bytes might wait for each other's tensor memory; None: they never do.
+
+    A CTA whose allocation blocks while peers of its cluster wait for its sums is a deadlock. No mix of CTAs that shared
+    memory admits to an SM runs out of columns when each takes no larger a share of the columns than of the memory.
+    """
+    per_sm = arch.shared_memory_bytes + CTA_RESERVED_BYTES
+    needed = -(-columns * per_sm // TENSOR_COLUMNS_PER_SM) - CTA_RESERVED_BYTES
+    if shared < needed:
+        return f"{shared} bytes of shared memory, at least {needed} with {columns} columns of tensor memory: more stages"
     return None
 
 
