@@ -80,10 +80,6 @@ class Record:
         return any("status" in cell for cell in self.data.get("cells", ()))
 
     @property
-    def has_timings(self) -> bool:
-        return any("timings" in cell for cell in self.data.get("cells", ()))
-
-    @property
     def gpu(self) -> str | None:
         gpu = self.data["machine"]["gpu"]
         return None if gpu is None else gpu["name"]

@@ -109,14 +109,19 @@ def _is_usual(mode: Mapping | None) -> bool:
 
 
 def times_of(record: Record) -> list[Times]:
+    """The times of a benchmark, or of a tuning run (there by the cell, with the baseline cuBLAS), without residual."""
     found = []
     for cell in record.data["cells"]:
-        timings = {name: timing["us"] for name, timing in cell.get("timings", {}).items()}
+        shape = (cell["n"], cell["k"], cell["m"])
+        timings = cell.get("timings", {})
         if FLOOR in timings and _is_usual(cell.get("mode")):
-            shape = (cell["n"], cell["k"], cell["m"])
-            ours = timings.get(OURS)
-            backend = cell.get("backend") if ours is not None else None
-            found.append(Times(*shape, timings[FLOOR], ours, timings.get(CUBLAS), backend, record))
+            us = {name: timings[name]["us"] for name in (FLOOR, OURS, CUBLAS) if name in timings}
+            backend = cell["backend"] if OURS in us else None
+            found.append(Times(*shape, us[FLOOR], us.get(OURS), us.get(CUBLAS), backend, record))
+        elif "floor_us" in cell and not cell["residual"]:
+            winner = cell["winner"]
+            backend = None if winner is None else winner["backend"]
+            found.append(Times(*shape, cell["floor_us"], cell["us"], cell["baseline_us"], backend, record))
     return found
 
 
@@ -135,7 +140,7 @@ def changes(records: Sequence[Record]) -> list[str]:
     verdicts = [record for record in records if record.has_verdicts and record.gpu]
     if len(verdicts) > 1:
         found += _changed_verdicts(*verdicts[-2:])
-    timed = [record for record in records if record.has_timings]
+    timed = [record for record in records if times_of(record)]
     if len(timed) > 1:
         found += _changed_times(*timed[-2:])
     return found

@@ -102,3 +102,10 @@ def test_records_are_read_oldest_first(tmp_path):
     for name, started in (("a", "2026-12-02"), ("b", "2026-12-01")):
         (tmp_path / "sm90" / f"{name}.json").write_text(json.dumps(record_of([], started=started)))
     assert [record.name for record in load_records(tmp_path)["sm90"]] == ["sm90/b.json", "sm90/a.json"]
+
+
+def test_a_tuning_run_has_times_too():
+    cell = {"n": 64, "k": 128, "m": 1, "residual": False, "floor_us": 2.0, "us": 3.0, "baseline_us": 5.0, "winner": {"backend": "split_k"}}
+    lost = cell | {"m": 2, "us": None, "winner": None}
+    times = newest_times([Record("tune", record_of([cell, lost, cell | {"m": 3, "residual": True}]))])
+    assert [(t.m, t.over_floor("ours"), t.over_floor("cublas"), t.backend) for t in times] == [(1, 1.5, 2.5, "split_k"), (2, None, 2.5, None)]
