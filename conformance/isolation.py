@@ -50,7 +50,9 @@ _PARENTS = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lowlat_gemm")
     group.addoption("--isolate", action="store_true", help="run the cases in a child process with a time limit")
-    group.addoption("--case-limit", type=float, default=CASE_LIMIT_S, metavar="SECONDS", help="limit of a phase of a case")
+    group.addoption(
+        "--case-limit", type=float, default=CASE_LIMIT_S, metavar="SECONDS", help="limit of a phase of a case"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -190,7 +192,9 @@ def _through(session: pytest.Session, left: dict[str, pytest.Item], item: pytest
         raise session.Interrupted(session.shouldstop)
 
 
-def _lost(session, child: _Child, lost: list[pytest.Item], left: dict, at: pytest.Item | None, how: str, began: float) -> None:
+def _lost(
+    session, child: _Child, lost: list[pytest.Item], left: dict, at: pytest.Item | None, how: str, began: float
+) -> None:
     """Reports the cases that a child took with it, ``at`` the one that it was at."""
     child.end()
     text = child.tail()

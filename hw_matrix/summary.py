@@ -21,7 +21,7 @@ NOISE = 0.03
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one (N, K, M) in one benchmark: cold weights, PDL, GEMM after GEMM. None: nothing of that kind ran."""
+    """Microseconds of one (N, K, M) in one benchmark: cold weights, PDL, GEMM after GEMM. None: nothing like it ran."""
 
     n: int
     k: int
@@ -99,12 +99,16 @@ def summarize(folder: Path = RECORDS, runners: Mapping[str, Runner] | None = Non
     for arch in ARCHES:
         own = records[arch.name]
         states = cell_states(arch, own, runners[arch.name])
-        made.append(Generation(arch, runners[arch.name], tuple(states), tuple(own), tuple(newest_times(own)), tuple(changes(own))))
+        made.append(
+            Generation(
+                arch, runners[arch.name], tuple(states), tuple(own), tuple(newest_times(own)), tuple(changes(own))
+            )
+        )
     return Summary(tuple(made), records)
 
 
 def _is_usual(mode: Mapping | None) -> bool:
-    """Cold weights, PDL, back to back: what every benchmark has; the first schema had nothing else and did not say so."""
+    """Cold weights, PDL, back to back: what every benchmark has; the first schema had nothing else, unsaid."""
     return mode is None or (mode["weights"], mode["pdl"], mode["chain"]) == ("cold", True, "back_to_back")
 
 
@@ -164,7 +168,10 @@ def _changed_verdicts(before: Record, after: Record) -> list[str]:
          "cells ran with another backend or config"),
     ]  # fmt: skip
     said = [f"{count} {text}" for count, text in rows if count]
-    worst = [max((float(c["worst_ulps"]) for c in cells.values() if c["worst_ulps"] is not None), default=0.0) for cells in (old, new)]
+    worst = [
+        max((float(c["worst_ulps"]) for c in cells.values() if c["worst_ulps"] is not None), default=0.0)
+        for cells in (old, new)
+    ]
     said.append(f"worst error {worst[0]:.3f} to {worst[1]:.3f} ulp")
     return [f"{before.name} to {after.name}: {'; '.join(said)}"]
 

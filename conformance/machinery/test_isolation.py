@@ -31,7 +31,11 @@ BAD = {
     "crashes": ("os.abort()", "its process ended with signal SIGABRT", "in test_case"),
     "exits": ("os._exit(7)", "its process ended with exit code 7", ""),
     "fails": ("assert i == 'broken'", "assert 2 == 'broken'", ""),
-    "leaves a fault": ("isolated_worker.lasting_fault = lambda: 'an illegal access'; assert i == 3", "assert 2 == 3", ""),
+    "leaves a fault": (
+        "isolated_worker.lasting_fault = lambda: 'an illegal access'; assert i == 3",
+        "assert 2 == 3",
+        "",
+    ),
 }
 
 
@@ -95,4 +99,6 @@ def test_a(i, tmp_path, record_property):
 @pytest.mark.parametrize("options", [("-x",), ("--maxfail=1",)])
 def test_it_stops_where_it_is_told_to(tmp_path, options):
     done = run_pytest(tmp_path, SAMPLE.replace("BAD", "assert 0"), "--isolate", *options)
-    assert done.returncode != 0 and "1 failed, 2 passed" in done.stdout and not (tmp_path / "ran-4").exists(), done.stdout
+    assert done.returncode != 0 and "1 failed, 2 passed" in done.stdout and not (tmp_path / "ran-4").exists(), (
+        done.stdout
+    )

@@ -29,7 +29,8 @@ FOUND_BY = {
     "writes beside y": (INTEGERS, "0 elements of y not written, 1 elements around it overwritten"),
     "reads beside x": (RANDOM, "elements outside the bound"),
     "rounds between halves of K": (
-        f"conformance/gpu/test_corners.py::test_halves_of_k_that_cancel_to_small_values[{STANDING}]", "outside the bound",
+        f"conformance/gpu/test_corners.py::test_halves_of_k_that_cancel_to_small_values[{STANDING}]",
+        "outside the bound",
     ),
     "differs from run to run": (RERUNS, "the dispatcher ran something else"),
     "hangs": (RANDOM, "no report within 5 s"),
@@ -42,7 +43,16 @@ def suite(*arguments: str, **environ: str) -> subprocess.CompletedProcess:
     outer = ("TEST_", "LOWLAT_", "PYTEST_", "XML_OUTPUT_FILE")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    options = ["-q", "-c", "pyproject.toml", "--rootdir=.", "-p", "conformance.plugin", "-p", "conformance.stand_in_gpu"]
+    options = [
+        "-q",
+        "-c",
+        "pyproject.toml",
+        "--rootdir=.",
+        "-p",
+        "conformance.plugin",
+        "-p",
+        "conformance.stand_in_gpu",
+    ]
     options += ["-p", "no:cacheprovider", "--arch=sm90", "--require-gpu", *arguments]
     command = [sys.executable, "-m", "pytest", *options]
     return subprocess.run(command, capture_output=True, text=True, env=environment | environ, timeout=300)
@@ -95,13 +105,20 @@ def test_a_broken_table_row(tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("change", [{}, {"expires": "2020-01-01"}, {"arches": '["sm100"]'}], ids=["unused", "expired", "elsewhere"])
+@pytest.mark.parametrize(
+    "change", [{}, {"expires": "2020-01-01"}, {"arches": '["sm100"]'}], ids=["unused", "expired", "elsewhere"]
+)
 def test_a_broken_waiver(tmp_path, change):
-    """With a kernel that is wrong a good waiver is green; with a right kernel, or expired or for another generation, not."""
+    """With a wrong kernel a good waiver is green; with a right one, or expired or for another generation, it is not."""
     waiver = GOOD_WAIVER | {"test": f'"{RANDOM}"'}
     fault = {"LOWLAT_STAND_IN_FAULT": "drops the last of K"}
     if not change:
-        good = suite(RANDOM, f"--record={tmp_path}/record.json", LOWLAT_WAIVERS=str(write_waivers(tmp_path / "w.toml", waiver)), **fault)
+        good = suite(
+            RANDOM,
+            f"--record={tmp_path}/record.json",
+            LOWLAT_WAIVERS=str(write_waivers(tmp_path / "w.toml", waiver)),
+            **fault,
+        )
         assert good.returncode == 0 and "1 xfailed" in good.stdout, good.stdout
         assert [cell["status"] for cell in record_of(tmp_path)["cells"]] == ["waived"]
         fault = {}

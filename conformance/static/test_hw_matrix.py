@@ -52,7 +52,9 @@ def test_a_broken_runners_file_is_refused_with_its_place(tmp_path, old, new, mes
 
 @pytest.mark.parametrize("path", made_files(RUNNERS), ids=str)
 def test_the_checked_in_file_is_what_is_made_from_the_runners(path):
-    assert (ROOT / path).read_text() == made_files(RUNNERS)[path], f"{path}: run ./tools/bazelw run //hw_matrix -- generate"
+    assert (ROOT / path).read_text() == made_files(RUNNERS)[path], (
+        f"{path}: run ./tools/bazelw run //hw_matrix -- generate"
+    )
 
 
 def test_the_workflow_has_a_job_for_every_shard_of_every_runner_that_is_there(tmp_path):
@@ -67,7 +69,10 @@ def test_the_compiler_of_the_runners_is_that_of_the_lock():
     assert {runner.toolchain["nvidia-cutlass-dsl-libs-cu13"] for runner in RUNNERS.values()} == {locked}
 
 
-@pytest.mark.parametrize(("wanted", "found", "fits"), [("580", "580.159", True), ("58", "580.1", False), ("4.8.1", "4.8.1", True), ("4", None, False)])
+@pytest.mark.parametrize(
+    ("wanted", "found", "fits"),
+    [("580", "580.159", True), ("58", "580.1", False), ("4.8.1", "4.8.1", True), ("4", None, False)],
+)
 def test_a_version_is_whole_or_begins_as_wanted(wanted, found, fits):
     runner = replace(RUNNERS["sm90"], toolchain={"driver": wanted})
     assert (runner.toolchain_problem({"driver": found}) is None) is fits
@@ -190,7 +195,10 @@ BROKEN = {
     "a skip": (_skip, "1 tests did not pass"),
     "a cell left out": (_drop_cell, "cells of sm90 are not hardware-run: kimi_k3-sm90-"),
     "nothing at all": (lambda s: s.clear(), "no record of gpu_sm90 among no shards at all"),
-    "another GPU": (lambda s: s[0].data["machine"].update(gpu={"name": "NVIDIA H100"}), "ran on NVIDIA H100, the runner of sm90 has NVIDIA H200"),
+    "another GPU": (
+        lambda s: s[0].data["machine"].update(gpu={"name": "NVIDIA H100"}),
+        "ran on NVIDIA H100, the runner of sm90 has NVIDIA H200",
+    ),
     "no GPU": (lambda s: s[0].data["machine"].update(gpu=None), "ran on no GPU"),
     "another driver": (lambda s: s[0].data["machine"].update(driver="570.1"), "driver is 570.1, runners.toml has 580"),
     "another compiler": (lambda s: s[0].data["versions"].clear(), "nvidia-cutlass-dsl-libs-cu13 is None"),
@@ -276,12 +284,19 @@ def test_status_is_red_until_every_claimed_cell_has_a_record(hw_matrix, tmp_path
 def test_a_merge_that_is_refused_writes_nothing_and_says_why(hw_matrix, tmp_path):
     shards = write_shards(tmp_path / "shards", shards_of()[:2])
     code, out, err = hw_matrix("merge", "--arch", "sm90", shards, "--records", tmp_path / "records")
-    assert code == 1 and "not merged: gpu_sm90: need each of shards 0 to 2 once" in err and not (tmp_path / "records").exists()
+    assert (
+        code == 1
+        and "not merged: gpu_sm90: need each of shards 0 to 2 once" in err
+        and not (tmp_path / "records").exists()
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("merge", "--arch", "sm91", "."), "unknown arch 'sm91'"), (("merge", "--arch", "sm90", "nowhere"), "nowhere is not there")],
+    [
+        (("merge", "--arch", "sm91", "."), "unknown arch 'sm91'"),
+        (("merge", "--arch", "sm90", "nowhere"), "nowhere is not there"),
+    ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(hw_matrix, arguments, message):
     code, out, err = hw_matrix(*arguments)
