@@ -12,11 +12,14 @@ import sys
 
 import pytest
 
+from conformance.cases import kernel_cases
 from conformance.fakes import GOOD_WAIVER, write_waivers
 from conformance.stand_in_gpu import FAULTS
+from lowlat_gemm.arch import SM90
 
-#: The smallest cell of the SM90 table with a kernel, and the smallest standing case.
-CELL, STANDING = "kimi_k3-sm90-2304x1536-m2-skinny", "standing-sm90-104x1032-m5-residual-skinny"
+#: The smallest cell of the SM90 tables with a kernel, and the smallest standing case.
+CELL = min(kernel_cases(SM90), key=lambda case: (case.n * case.k, case.m, case.residual))
+STANDING = "standing-sm90-104x1032-m5-residual-skinny"
 PARITY = "conformance/gpu/test_parity.py"
 RANDOM = f"{PARITY}::test_random_operands_are_within_the_bound[{CELL}]"
 INTEGERS = f"{PARITY}::test_integer_operands_match_bit_for_bit[{CELL}]"
@@ -81,24 +84,30 @@ def test_a_broken_kernel(tmp_path, fault):
         assert [cell["status"] for cell in record["cells"]] == ["failed"], record["cells"]
 
 
+_BROKEN_ROW = """
+from dataclasses import replace
+import conformance.cases
+from lowlat_gemm import dispatch
+from lowlat_gemm.tables import load_table
+from lowlat_gemm.tables.schema import frozen
+
+table = load_table({family!r}, "sm90")
+spec = table.projections[{n}, {k}]
+config = dict(block_size=7, outputs_per_block=1, k_unroll=1, vector_width=8)
+cell = replace(spec.cells[{m}], backend="skinny", config=frozen(config))
+spec = replace(spec, cells=frozen({{**spec.cells, {m}: cell}}))
+broken = replace(table, projections=frozen({{**table.projections, ({n}, {k}): spec}}))
+for module in (dispatch, conformance.cases):
+    module.load_table = lambda family, arch: broken if str(arch) == "sm90" else load_table(family, arch)
+"""
+
+
 def test_a_broken_table_row(tmp_path, monkeypatch):
     """A config that the kernel's predicate refuses: the cell falls back for users, and fails the suite."""
-    (tmp_path / "broken_row.py").write_text(
-        "from dataclasses import replace\n"
-        "from lowlat_gemm import dispatch\n"
-        "from lowlat_gemm.tables import load_table\n"
-        "from lowlat_gemm.tables.schema import frozen\n"
-        "table = load_table('kimi_k3', 'sm90')\n"
-        "spec = table.projections[2304, 1536]\n"
-        "cell = replace(spec.cells[2], config=frozen(dict(spec.cells[2].config, vector_width=3)))\n"
-        "spec = replace(spec, cells=frozen({**spec.cells, 2: cell}))\n"
-        "broken = replace(table, projections=frozen({**table.projections, (2304, 1536): spec}))\n"
-        "import conformance.cases\n"
-        "for module in (dispatch, conformance.cases):\n"
-        "    module.load_table = lambda family, arch: broken if str(arch) == 'sm90' else load_table(family, arch)\n"
-    )
+    (tmp_path / "broken_row.py").write_text(_BROKEN_ROW.format(family=CELL.family, n=CELL.n, k=CELL.k, m=CELL.m))
     monkeypatch.syspath_prepend(tmp_path)
-    done = suite("-p", "broken_row", RANDOM, f"--record={tmp_path}/record.json")
+    test = RANDOM.replace(CELL.cell.backend, "skinny")
+    done = suite("-p", "broken_row", test, f"--record={tmp_path}/record.json")
     assert done.returncode == 1 and "config not valid for this shape: " in done.stdout, done.stdout + done.stderr
     assert [(cell["status"], cell["reason"]) for cell in record_of(tmp_path)["cells"]] == [
         ("failed", "its test ended before a verdict")
