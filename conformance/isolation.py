@@ -6,7 +6,7 @@ the cases behind:
 
     silence   no report within the case's limit: the case failed, its Python stack is in the report
     death     a signal or an exit in the middle of a case: the case failed
-    fault     a case left a CUDA error behind that every later call would raise: the case failed by its own report
+    fault     a case left a CUDA error behind that every later call would raise: the case failed, whatever it said
 
 One child serves many cases, for a start costs seconds (torch, cutlass, a CUDA context). A child that does not come to
 its first case fails all that are left, so the loop ends.

@@ -56,6 +56,16 @@ def test_one_bad_case_is_one_failure(tmp_path, how):
     assert [bool(len(case)) for case in cases].count(True) == 1 and len(cases) == 6
 
 
+def test_a_case_that_passes_and_leaves_a_fault_behind_failed(tmp_path):
+    """What it launched went wrong after its last look at the device."""
+    source = SAMPLE.replace("BAD", "isolated_worker.lasting_fault = lambda: 'an illegal access'")
+    done = run_pytest(tmp_path, source, "--isolate", "--record=r.json")
+    assert done.returncode == 1 and "test_case[2] left a CUDA error behind: an illegal access" in done.stdout, done.stdout
+    outcomes = [test["outcome"] for test in json.loads((tmp_path / "r.json").read_text())["tests"]]
+    assert outcomes == ["passed", "passed", "failed", "passed", "passed", "passed"]
+    assert len(list(tmp_path.glob("made-*"))) == 2, "the next case had a new process"
+
+
 def test_a_limit_of_its_own(tmp_path):
     source = """
 import time, pytest
