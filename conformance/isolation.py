@@ -14,6 +14,7 @@ its first case fails all that are left, so the loop ends.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -40,6 +41,7 @@ GRACE_S = 5.0
 LOG_LINES = 60
 #: Children in a row that came through no case: then what kills them is not the case.
 BARREN_CHILDREN = 3
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 #: Variables that are the parent's business: shards are taken and records written once.
 _PARENTS = (
     "LOWLAT_RECORD_DIR", "LOWLAT_SHARD", "TEST_SHARD_INDEX", "TEST_SHARD_STATUS_FILE", "TEST_TOTAL_SHARDS",
@@ -59,6 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "case_limit(seconds): with --isolate, how long each phase of the case may take")
 
 
+def _end_with_parent() -> None:
+    """In the child: it is killed when its parent ends, so that no case holds the GPU behind a run that is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class _Child:
     """A child pytest over some of the session's cases, and the messages that it sends."""
 
@@ -76,7 +83,7 @@ class _Child:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *map(str, config.invocation_params.args), *options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env=environment, pass_fds=[theirs], start_new_session=True,
+                env=environment, pass_fds=[theirs], start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
         os.close(theirs)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree
+from pathlib import Path
 
 import pytest
 
-from conformance.fakes import run_pytest
+from conformance.fakes import inner_environment, run_pytest
 
 SAMPLE = """
 import os, signal, time, pytest
@@ -104,6 +108,28 @@ def test_a(i, tmp_path, record_property):
     done = run_pytest(tmp_path, source, "--isolate", "--junitxml=out.xml", **shard)
     assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout and "said 1" in done.stdout, done.stdout
     assert re.findall(r'name="number" value="(\d)"', (tmp_path / "out.xml").read_text()) == ["1", "3"]
+
+
+def test_a_run_that_is_killed_takes_its_child_along(tmp_path):
+    """As Bazel ends a test that takes too long."""
+    (tmp_path / "test_sample.py").write_text(
+        "import os, time\ndef test_a():\n    open(f'child-{os.getpid()}', 'x')\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conformance.plugin", "--isolate", "test_sample.py"]
+    run = subprocess.Popen(command, cwd=tmp_path, env=inner_environment(), stdout=subprocess.DEVNULL)
+    assert wait_for(lambda: list(tmp_path.glob("child-*"))), "the case did not begin"
+    child = Path(f"/proc/{next(tmp_path.glob('child-*')).name.removeprefix('child-')}")
+    assert child.exists()
+    run.kill()
+    run.wait()
+    assert wait_for(lambda: not child.exists()), "the child lives on"
+
+
+def wait_for(condition, limit_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
 
 
 @pytest.mark.parametrize("options", [("-x",), ("--maxfail=1",)])

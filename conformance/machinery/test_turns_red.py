@@ -6,14 +6,13 @@ The GPU suite itself runs here, on a stand-in for a GPU (conformance/stand_in_gp
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from conformance.cases import kernel_cases
-from conformance.fakes import GOOD_WAIVER, write_waivers
+from conformance.fakes import GOOD_WAIVER, inner_environment, write_waivers
 from conformance.stand_in_gpu import FAULTS
 from lowlat_gemm.arch import SM90
 
@@ -43,9 +42,6 @@ FOUND_BY = {
 
 def suite(*arguments: str, **environ: str) -> subprocess.CompletedProcess:
     """The GPU suite of SM90 on the stand-in, as a runner that claims the generation runs it."""
-    outer = ("TEST_", "LOWLAT_", "PYTEST_", "XML_OUTPUT_FILE")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     options = [
         "-q",
         "-c",
@@ -58,7 +54,7 @@ def suite(*arguments: str, **environ: str) -> subprocess.CompletedProcess:
     ]
     options += ["-p", "no:cacheprovider", "--arch=sm90", "--require-gpu", *arguments]
     command = [sys.executable, "-m", "pytest", *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment | environ, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=inner_environment() | environ, timeout=300)
 
 
 def record_of(folder) -> dict:
