@@ -37,6 +37,8 @@ START_LIMIT_S = 400.0
 CASE_LIMIT_S = 60.0
 #: Seconds for a child's faulthandler to write the stack, and for a child that is done to end.
 GRACE_S = 5.0
+#: Seconds after which a killed child is left to itself.
+KILL_S = 60.0
 #: Lines of a child's own output that a failure shows.
 LOG_LINES = 60
 #: Children in a row that came through no case: then what kills them is not the case.
@@ -112,7 +114,10 @@ class _Child:
             except subprocess.TimeoutExpired:
                 pass
         self._signal(signal.SIGKILL)
-        code = self.process.wait()
+        try:
+            code = self.process.wait(KILL_S)
+        except subprocess.TimeoutExpired:  # stuck in the driver: the next child will show whether the GPU is usable
+            return f"process {self.process.pid} not gone {KILL_S:g} s after SIGKILL"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def _signal(self, number: int) -> None:
