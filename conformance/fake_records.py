@@ -19,12 +19,16 @@ def cell_of(case, status="kernel", **changes) -> dict:
     } | changes  # fmt: skip
 
 
-def record_of(cells: list[dict], *, gpu: str | None = "NVIDIA H200", started="2026-12-01T00:00:00+00:00", **changes) -> dict:
+def record_of(
+    cells: list[dict], *, gpu: str | None = "NVIDIA H200", started="2026-12-01T00:00:00+00:00", **changes
+) -> dict:
     machine = {"gpu": gpu and {"name": gpu}, "driver": gpu and "580.159.04", "platform": "Linux x86_64"}
     return {
-        "schema": 1, "kind": "conformance", "command": "python -m pytest", "started": started, "seconds": 60.0, "commit": COMMIT,
+        "schema": 1, "kind": "conformance", "command": "python -m pytest", "started": started,
+        "seconds": 60.0, "commit": COMMIT,
         "machine": machine, "versions": {"nvidia-cutlass-dsl-libs-cu13": "4.8.1"}, "kernel_sources": kernel_sources(),
-        "seed": 1, "counts": {status.value: sum(c.get("status") == status.value for c in cells) for status in Status}, "cells": cells,
+        "seed": 1, "cells": cells,
+        "counts": {status.value: sum(c.get("status") == status.value for c in cells) for status in Status},
     } | changes  # fmt: skip
 
 
@@ -37,6 +41,12 @@ def shards_of(arch=SM90, total=3, status="kernel", suite="gpu", **changes) -> li
         tests = [{"id": name, "outcome": "passed", "seconds": 0.1} for name in ids[index::total]]
         shard = {"index": index, "total": total, "collected": len(ids), "digest": digest(ids)}
         data = record_of([cell_of(case, status) for case in cases[index::total]], **changes)
-        data |= {"kind": "conformance shard", "suite": f"{suite}_{arch}", "arch": arch.name, "shard": shard, "tests": tests}
+        data |= {
+            "kind": "conformance shard",
+            "suite": f"{suite}_{arch}",
+            "arch": arch.name,
+            "shard": shard,
+            "tests": tests,
+        }
         shards.append(Record(f"{suite}-{index}", data))
     return shards

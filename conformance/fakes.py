@@ -62,10 +62,10 @@ def public_world(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(loader, "_FOLDER", folder)
     backends = {name: replace(one, proven=name == "skinny") for name, one in registry._BACKENDS.items()}
     monkeypatch.setattr(registry, "_BACKENDS", backends)
-    loader._load_shipped.cache_clear()
+    loader._load_available.cache_clear()
     clear_caches()
     yield
-    loader._load_shipped.cache_clear()
+    loader._load_available.cache_clear()
     clear_caches()
 
 
@@ -271,16 +271,20 @@ def run_python(*arguments, folder: Path, hide: tuple[str, ...] = (), path: tuple
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd or folder, env=environment, timeout=300)
 
 
+def inner_environment() -> dict[str, str]:
+    """The environment for a pytest of a test's own: it sees the project, and nothing of the run that it is in."""
+    outer = ("TEST_", "LOWLAT_", "PYTEST_", "XML_OUTPUT_FILE", "TESTBRIDGE_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half the start-up time
+    return environment | {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])}
+
+
 def run_pytest(folder: Path, source: str, *options: str, **environ: str) -> subprocess.CompletedProcess:
     """pytest with the conformance plugin on one sample file in ``folder``."""
     (folder / "test_sample.py").write_text(source)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    outer = ("TEST_", "LOWLAT_", "PYTEST_", "XML_OUTPUT_FILE", "TESTBRIDGE_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half the start-up time
     command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-q", "test_sample.py", *options]
-    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env | {"PYTHONPATH": path} | environ)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=inner_environment() | environ)
 
 
 #: Fields of a waiver as TOML has them.

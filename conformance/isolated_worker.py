@@ -28,6 +28,7 @@ def lasting_fault() -> str | None:
 class _Worker:
     def __init__(self, config: pytest.Config, wanted: list[str], pipe: int):
         self.config, self.wanted, self.pipe = config, wanted, pipe
+        self.passed, self.fault = True, None
 
     def _send(self, **message) -> None:
         data = (json.dumps(message) + "\n").encode()
@@ -43,7 +44,18 @@ class _Worker:
         items[:] = [by_id[nodeid] for nodeid in self.wanted]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.passed, self.fault = True, None
         self._send(start=nodeid)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: after waivers
+    def pytest_runtest_makereport(self, item: pytest.Item):
+        report = yield
+        if report.when == "teardown":
+            self.fault = lasting_fault()
+            if self.fault and self.passed:
+                report.outcome, report.longrepr = "failed", f"{item.nodeid} left a CUDA error behind: {self.fault}"
+        self.passed = self.passed and report.passed
+        return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._send(report=self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
@@ -51,9 +63,8 @@ class _Worker:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._send(finish=nodeid)
-        fault = lasting_fault()
-        if fault is not None:
-            self._send(fault=fault)
+        if self.fault is not None:
+            self._send(fault=self.fault)
             os._exit(0)  # nothing can be torn down on a device that answers every call with that error
 
 

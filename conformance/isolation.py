@@ -6,7 +6,7 @@ the cases behind:
 
     silence   no report within the case's limit: the case failed, its Python stack is in the report
     death     a signal or an exit in the middle of a case: the case failed
-    fault     a case left a CUDA error behind that every later call would raise: the case failed by its own report
+    fault     a case left a CUDA error behind that every later call would raise: the case failed, whatever it said
 
 One child serves many cases, for a start costs seconds (torch, cutlass, a CUDA context). A child that does not come to
 its first case fails all that are left, so the loop ends.
@@ -14,6 +14,7 @@ its first case fails all that are left, so the loop ends.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -36,10 +37,13 @@ START_LIMIT_S = 400.0
 CASE_LIMIT_S = 60.0
 #: Seconds for a child's faulthandler to write the stack, and for a child that is done to end.
 GRACE_S = 5.0
+#: Seconds after which a killed child is left to itself.
+KILL_S = 60.0
 #: Lines of a child's own output that a failure shows.
 LOG_LINES = 60
 #: Children in a row that came through no case: then what kills them is not the case.
 BARREN_CHILDREN = 3
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 #: Variables that are the parent's business: shards are taken and records written once.
 _PARENTS = (
     "LOWLAT_RECORD_DIR", "LOWLAT_SHARD", "TEST_SHARD_INDEX", "TEST_SHARD_STATUS_FILE", "TEST_TOTAL_SHARDS",
@@ -50,11 +54,18 @@ _PARENTS = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lowlat_gemm")
     group.addoption("--isolate", action="store_true", help="run the cases in a child process with a time limit")
-    group.addoption("--case-limit", type=float, default=CASE_LIMIT_S, metavar="SECONDS", help="limit of a phase of a case")
+    group.addoption(
+        "--case-limit", type=float, default=CASE_LIMIT_S, metavar="SECONDS", help="limit of a phase of a case"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "case_limit(seconds): with --isolate, how long each phase of the case may take")
+
+
+def _end_with_parent() -> None:
+    """In the child: it is killed when its parent ends, so that no case holds the GPU behind a run that is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Child:
@@ -74,7 +85,7 @@ class _Child:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *map(str, config.invocation_params.args), *options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env=environment, pass_fds=[theirs], start_new_session=True,
+                env=environment, pass_fds=[theirs], start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
         os.close(theirs)
 
@@ -103,7 +114,10 @@ class _Child:
             except subprocess.TimeoutExpired:
                 pass
         self._signal(signal.SIGKILL)
-        code = self.process.wait()
+        try:
+            code = self.process.wait(KILL_S)
+        except subprocess.TimeoutExpired:  # stuck in the driver: the next child will show whether the GPU is usable
+            return f"process {self.process.pid} not gone {KILL_S:g} s after SIGKILL"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def _signal(self, number: int) -> None:
@@ -190,7 +204,9 @@ def _through(session: pytest.Session, left: dict[str, pytest.Item], item: pytest
         raise session.Interrupted(session.shouldstop)
 
 
-def _lost(session, child: _Child, lost: list[pytest.Item], left: dict, at: pytest.Item | None, how: str, began: float) -> None:
+def _lost(
+    session, child: _Child, lost: list[pytest.Item], left: dict, at: pytest.Item | None, how: str, began: float
+) -> None:
     """Reports the cases that a child took with it, ``at`` the one that it was at."""
     child.end()
     text = child.tail()

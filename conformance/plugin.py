@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU of --arch (all tests in conformance/gpu)")
     config.addinivalue_line(
         "markers",
-        "one_case_per_unit(**fields): `case` is one cell for each compiled kernel and the standing cases, not every cell;"
+        "one_case_per_unit(**fields): `case` is one cell for each compiled kernel, and the standing cases, not all cells;"
         " with fields (m=1, residual=True) those alone",
     )
     # cuobjdump and nvdisasm come as Python packages.
@@ -129,7 +129,8 @@ def _refuse_skip(config: pytest.Config, report: pytest.TestReport | pytest.Colle
     from conformance import waivers
 
     arch = claimed_arch(config)
-    if arch and report.skipped and not waivers.is_waived(report):  # an expected failure is reported as a skip too: neither proves anything
+    # An expected failure is reported as a skip too: neither proves anything, but the one that a waiver names.
+    if arch and report.skipped and not waivers.is_waived(report):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"skipped on a runner that claims {arch.name}: {reason}"

@@ -152,7 +152,7 @@ def _path(config: pytest.Config) -> Path | None:
 
 
 def _suite(config: pytest.Config) -> str:
-    """What was collected, by folder and generation: ``gpu_sm90``, ``static``. One folder may hold several suites' records."""
+    """What was collected, by folder and generation: ``gpu_sm90``, ``static``. A folder may hold records of several."""
     files = {Path(nodeid.split("::")[0]) for nodeid in config.stash.get(COLLECTED, [])}
     names = "+".join(sorted({file.parent.name or "tests" for file in files})) or "nothing"
     return "_".join(filter(None, (names, config.getoption("--arch"))))
@@ -181,7 +181,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     shard = shard_from(dict(os.environ))
     record["kind"], record["suite"] = "conformance shard", _suite(config)
     record["arch"] = config.getoption("--arch")
-    record["shard"] = {"index": shard.index, "total": shard.total, "collected": len(collected), "digest": digest(collected)}
+    record["shard"] = {
+        "index": shard.index,
+        "total": shard.total,
+        "collected": len(collected),
+        "digest": digest(collected),
+    }
     write_record(record | {"tests": tests}, path)
 
 

@@ -2,8 +2,8 @@
 
 Tensors call themselves CUDA ones, graphs record torch operations and repeat them, streams are one, and each kernel is
 FP64 arithmetic by torch. It shows that the tests run, that they pass what is right, and that they fail what is wrong:
-LOWLAT_STAND_IN_FAULT names one of ``FAULTS``, which every kernel then has. It shows nothing about kernels: the record of
-a run with it names no GPU, and nothing counts it as hardware.
+LOWLAT_STAND_IN_FAULT names one of ``FAULTS``, which every kernel then has. It shows nothing about kernels: the record
+of a run with it names no GPU, and nothing counts it as hardware.
 """
 
 from __future__ import annotations

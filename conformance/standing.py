@@ -31,7 +31,11 @@ LM_HEADS = [(20480, 7168), (163840, 7168)]
 def _split_k_config(arch: Arch, n: int, k: int, m: int, residual: bool) -> split_k.SplitKConfig | None:
     """The first config whose tile holds the tokens, with several ranks."""
     for config in SPLIT_K_CONFIGS:
-        if config.split > 1 and config.token_columns >= m and split_k.why_not(arch, n, k, m, config, residual=residual) is None:
+        if (
+            config.split > 1
+            and config.token_columns >= m
+            and split_k.why_not(arch, n, k, m, config, residual=residual) is None
+        ):
             return config
     return None
 

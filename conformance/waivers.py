@@ -72,7 +72,9 @@ def load(path: Path = FILE) -> tuple[Waiver, ...]:
         raise WaiverError(f"{path.name}: {error}") from None
     if unknown := set(data) - {"waiver"}:
         raise WaiverError(f"{path.name}: unknown {sorted(unknown)}, expected [[waiver]] alone")
-    return tuple(_waiver(f"{path.name}: waiver {number}", entry) for number, entry in enumerate(data.get("waiver", []), 1))
+    return tuple(
+        _waiver(f"{path.name}: waiver {number}", entry) for number, entry in enumerate(data.get("waiver", []), 1)
+    )
 
 
 def _waiver(where: str, entry: dict) -> Waiver:

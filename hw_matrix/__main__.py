@@ -65,7 +65,9 @@ def print_status(summary: Summary) -> None:
     for kind in generations[0].provenances:
         grid.add_row(kind, *(str(one.provenances[kind] or "") for one in generations))
     grid.add_section()
-    grid.add_row("worst error, ulp", *("" if one.worst is None else f"{one.worst.worst_ulps:.3f}" for one in generations))
+    grid.add_row(
+        "worst error, ulp", *("" if one.worst is None else f"{one.worst.worst_ulps:.3f}" for one in generations)
+    )
     OUT.print(grid)
     for generation in summary.generations:
         for record in generation.stale:
@@ -81,7 +83,8 @@ def print_status(summary: Summary) -> None:
 def status(records: RecordsOption = None) -> None:
     """The cells of every table by proof. Exit code 1 unless every cell that claims hardware has a record.
 
-    A cell claims hardware where its generation has a runner in runners.toml, or where its choice is said to be measured.
+    A cell claims hardware where its generation has a runner in runners.toml, and where its choice is said to be
+    measured.
     """
     summary = summarize(_records(records))
     print_status(summary)
@@ -98,8 +101,8 @@ def merge(
     without_gpu: Annotated[bool, typer.Option("--without-gpu", help="The cross-compile suite alone.")] = False,
     records: RecordsOption = None,
 ) -> None:
-    """Joins the records of a suite's shards into the records folder. Exit code 1, and nothing written, unless all shards
-    are there, every test passed, and every cell of the generation's tables ran on its kernel."""
+    """Joins the records of a suite's shards into the records folder. Exit code 1, and nothing written, unless all
+    shards are there, every test passed, and every cell of the generation's tables ran on its kernel."""
     generation = parse_arch(arch)
     paths = [_users(path) for path in shards]
     for path in paths:
@@ -120,12 +123,19 @@ def merge(
 
 @app.command()
 def report(
-    out: Annotated[Optional[Path], typer.Option(help="Folder for index.html; without it only docs/hardware.md is made.")] = None,
+    out: Annotated[
+        Optional[Path], typer.Option(help="Folder for index.html; without it only docs/hardware.md is made.")
+    ] = None,
     records: RecordsOption = None,
 ) -> None:
     """One static HTML page, and one Markdown table in docs/hardware.md."""
     summary = summarize(_records(records))
-    made = [(root() / "docs" / "hardware.md" if records is None else _users(out or Path()) / "hardware.md", markdown.render(summary))]
+    made = [
+        (
+            root() / "docs" / "hardware.md" if records is None else _users(out or Path()) / "hardware.md",
+            markdown.render(summary),
+        )
+    ]
     if out is not None:
         from hw_matrix import page
 

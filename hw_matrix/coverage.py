@@ -40,7 +40,8 @@ class Proof(str, enum.Enum):
 MEANING = {
     Proof.HARDWARE: "ran on a GPU of the generation, on the backend and config that the table names, and every element"
     " was within the bound against FP64",
-    Proof.WAIVED: "ran on a GPU of the generation and was wrong or did not end; a reviewed waiver in force names its test",
+    Proof.WAIVED: "ran on a GPU of the generation and was wrong, or did not end; a reviewed waiver in force names"
+    " its test",
     Proof.FAILED: "ran on a GPU of the generation and was wrong, or did not end",
     Proof.MODEL: "no hardware: its kernel was followed step by step in a model of the generation, and was right there",
     Proof.COMPILED: "no hardware: its kernel compiles for the generation and fits in registers and shared memory,"
@@ -78,10 +79,6 @@ class Record:
     @property
     def has_verdicts(self) -> bool:
         return any("status" in cell for cell in self.data.get("cells", ()))
-
-    @property
-    def has_timings(self) -> bool:
-        return any("timings" in cell for cell in self.data.get("cells", ()))
 
     @property
     def gpu(self) -> str | None:

@@ -33,18 +33,23 @@ def _row(generation: Generation) -> list[str]:
 def render(summary: Summary) -> str:
     first = summary.generations[0]
     columns = [
-        "generation", "cells", *map(str, first.proofs), *first.provenances, "worst error, ulp", "ours / floor", "cuBLAS / floor",
+        "generation", "cells", *map(str, first.proofs), *first.provenances, "worst error, ulp",
+        "ours / floor", "cuBLAS / floor",
     ]  # fmt: skip
     rows = [columns, ["---"] + ["---:"] * (len(columns) - 1), *map(_row, summary.generations)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    missing = [f"- {g.arch.name.upper()}: {len(g.missing)} cells claim hardware and have no record" for g in summary.generations if g.missing]
+    missing = [
+        f"- {g.arch.name.upper()}: {len(g.missing)} cells claim hardware and have no record"
+        for g in summary.generations
+        if g.missing
+    ]
     words = [f"- **{word}**: {text}" for word, text in {**MEANING, **PROVENANCE_MEANING}.items()]
     said = [f"- {change}" for generation in summary.generations for change in generation.changes]
     parts = [_HEAD, table, "", *missing, *([""] if missing else [])]
     parts += [
-        "The worst error is in units in the last place of BF16, against FP64, over the cells that ran on hardware. Times are",
-        "geometric means over the benchmarked cells that a kernel of ours serves: cold weights, PDL, GEMM after GEMM; the",
-        "floor is a streaming read of the weight's bytes in the same run.",
+        "The worst error is in units in the last place of BF16, against FP64, over the cells that ran on hardware.",
+        "Times are geometric means over the benchmarked cells that a kernel of ours serves: cold weights, PDL, GEMM",
+        "after GEMM; the floor is a streaming read of the weight's bytes in the same run.",
     ]
     if said:
         parts += ["", "Since the last record:", "", *said]

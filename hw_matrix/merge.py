@@ -69,7 +69,9 @@ def shard_problems(shards: Sequence[Record]) -> list[str]:
         return ["no shard record found"]
     totals, digests = {s.data["shard"]["total"] for s in shards}, {s.data["shard"]["digest"] for s in shards}
     if len(totals) > 1 or len(digests) > 1:
-        return [f"shards of different suites: totals {sorted(totals)}, {len(digests)} different sets of collected tests"]
+        return [
+            f"shards of different suites: totals {sorted(totals)}, {len(digests)} different sets of collected tests"
+        ]
     indices, total = sorted(s.data["shard"]["index"] for s in shards), totals.pop()
     if indices != list(range(total)):
         return [f"need each of shards 0 to {total - 1} once, found {', '.join(map(str, indices))}"]
@@ -77,7 +79,10 @@ def shard_problems(shards: Sequence[Record]) -> list[str]:
     if not ran:
         return ["no test ran"]
     if digest(ran) != digests.pop():
-        return [f"{len(ran)} tests ran, {shards[0].data['shard']['collected']} were collected: some were left out or ran twice"]
+        return [
+            f"{len(ran)} tests ran, {shards[0].data['shard']['collected']} were collected: "
+            "some were left out or ran twice"
+        ]
     return []
 
 
@@ -94,7 +99,11 @@ def machine_problems(shards: Sequence[Record], runner: Runner, *, on_gpu: bool) 
     commits = {str(shard.data["commit"]) for shard in shards}
     if len(commits) > 1:
         found.append(f"shards of {len(commits)} commits: {_some(sorted(commits))}")
-    found += [f"commit {commit}: a record is of a commit, without local changes" for commit in commits if not _is_commit(commit)]
+    found += [
+        f"commit {commit}: a record is of a commit, without local changes"
+        for commit in commits
+        if not _is_commit(commit)
+    ]
     return found
 
 

@@ -41,11 +41,13 @@ def _head(summary: Summary) -> str:
     ran = sum(generation.proofs[Proof.HARDWARE] for generation in summary.generations)
     missing = len(summary.missing)
     verdict = (
-        f"{missing} cells claim hardware and have no good record." if missing else "Every cell that claims hardware has a record."
+        f"{missing} cells claim hardware and have no good record."
+        if missing
+        else "Every cell that claims hardware has a record."
     )
     return (
         "<h1>What is proven where</h1>\n"
-        f"<p>lowlat_gemm names a kernel for {cells} cells: a local weight shape and a token count on one GPU generation. "
+        f"<p>lowlat_gemm names a kernel for {cells} cells: a local weight shape and a token count on one generation. "
         f"{ran} of them ran on that hardware and were right, element by element, against FP64.</p>\n"
         f'<div class="callout {"bad" if missing else "good"}">{verdict}</div>'
     )
@@ -76,7 +78,8 @@ def _cards(summary: Summary) -> str:
         cards.append(
             f'<a class="card" href="#{generation.arch}"><b>{generation.arch.name.upper()}</b> '
             f'<span class="soft">{_escape(generation.runner.gpu)}</span>'
-            f'<p class="big">{count}</p><p class="of">of {len(generation.states)} cells {proof}</p>{_bar(generation)}</a>'
+            f'<p class="big">{count}</p><p class="of">of {len(generation.states)} cells {proof}</p>'
+            f"{_bar(generation)}</a>"
         )
     return f'<div class="cards">{"".join(cards)}</div>'
 
@@ -115,15 +118,20 @@ def _facts(generation: Generation) -> str:
 
 
 def _missing(generation: Generation) -> str:
-    stale = [f"The kernels' sources have changed since <code>{_escape(r.name)}</code> was made." for r in generation.stale]
+    stale = [
+        f"The kernels' sources have changed since <code>{_escape(r.name)}</code> was made." for r in generation.stale
+    ]
     note = f'<div class="callout">{" ".join(stale)}</div>' if stale else ""
     if not generation.runner.claims_hardware:
-        return note + '<p class="soft">No machine of this generation is there: nothing here claims to have run on one.</p>'
+        return (
+            note + '<p class="soft">No machine of this generation is there: nothing here claims to have run on one.</p>'
+        )
     if not generation.missing:
         return note
     by_kind = collections.Counter((state.case.cell.backend, state.proof) for state in generation.missing)
     items = "; ".join(f"{count} on <code>{backend}</code> ({proof})" for (backend, proof), count in by_kind.items())
-    return f'{note}<div class="callout bad">{len(generation.missing)} cells claim hardware and have no good record: {items}.</div>'
+    said = f"{len(generation.missing)} cells claim hardware and have no good record: {items}."
+    return f'{note}<div class="callout bad">{said}</div>'
 
 
 def _grid(generation: Generation) -> str:
@@ -148,7 +156,10 @@ def _cell(state: CellState | None) -> str:
         return "<td></td>"
     name, letter = _CLASS[state.proof]
     config = ", ".join(f"{key} {value}" for key, value in state.case.cell.config.items())
-    known = [f"{state.case.n} x {state.case.k}, M = {state.case.m}: {state.proof}", f"{state.case.cell.backend} {config}".strip()]
+    known = [
+        f"{state.case.n} x {state.case.k}, M = {state.case.m}: {state.proof}",
+        f"{state.case.cell.backend} {config}".strip(),
+    ]
     known.append(f"choice: {state.case.cell.provenance}")
     if state.worst_ulps is not None:
         known.append(f"worst error {state.worst_ulps:.3f} ulp")
@@ -166,9 +177,9 @@ def _times(generation: Generation) -> str:
     records = sorted({times.record.name for times in generation.times})
     return (
         "<h3>Time against the floor and cuBLAS</h3>"
-        '<p class="soft">The floor is a streaming read of the weight\'s bytes, timed in the same run: 1.0 cannot be beaten. '
-        "Cold weights, programmatic dependent launch, GEMM after GEMM; geometric means over the cells that a kernel of ours "
-        f"serves. From {', '.join(f'<code>{_escape(name)}</code>' for name in records)}.</p>"
+        '<p class="soft">The floor is a streaming read of the weight\'s bytes, timed in the same run: 1.0 cannot be '
+        "beaten. Cold weights, programmatic dependent launch, GEMM after GEMM; geometric means over the cells that a "
+        f"kernel of ours serves. From {', '.join(f'<code>{_escape(name)}</code>' for name in records)}.</p>"
         f'<div class="plot">{curves}</div><h3>By shape</h3><div class="legend">'
         '<span><i class="dot" style="background:var(--ours);border-radius:50%"></i>ours</span>'
         '<span><i class="dot" style="background:var(--cublas)"></i>cuBLAS</span></div>'
@@ -178,7 +189,11 @@ def _times(generation: Generation) -> str:
 
 def _changes(generation: Generation) -> str:
     items = "".join(f"<li>{_escape(change)}</li>" for change in generation.changes)
-    text = f"<ul>{items}</ul>" if items else '<p class="soft">There is no earlier record of the same kind to compare with.</p>'
+    text = (
+        f"<ul>{items}</ul>"
+        if items
+        else '<p class="soft">There is no earlier record of the same kind to compare with.</p>'
+    )
     return f"<h3>Since the last record</h3>{text}" if generation.records else ""
 
 
@@ -186,8 +201,9 @@ def _records(generation: Generation) -> str:
     if not generation.records:
         return ""
     rows = "".join(map(_record, reversed(generation.records)))
-    head = '<tr><th>record</th><th class="text">made</th><th class="text">on</th><th class="text">driver</th><th class="text">compiler</th>'
-    return f'<h3>Records</h3><div class="scroll"><table>{head}<th class="text">commit</th><th class="text">command</th></tr>{rows}</table></div>'
+    names = ("made", "on", "driver", "compiler", "commit", "command")
+    head = "<tr><th>record</th>" + "".join(f'<th class="text">{name}</th>' for name in names) + "</tr>"
+    return f'<h3>Records</h3><div class="scroll"><table>{head}{rows}</table></div>'
 
 
 def _record(record: Record) -> str:
@@ -200,15 +216,20 @@ def _record(record: Record) -> str:
         (data["commit"] or "-")[:10],
     ]
     cells = "".join(f'<td class="text">{_escape(value)}</td>' for value in values)
-    return f'<tr><td>{_escape(record.name)}</td>{cells}<td class="text"><code>{_escape(data["command"])}</code></td></tr>'
+    return (
+        f'<tr><td>{_escape(record.name)}</td>{cells}<td class="text"><code>{_escape(data["command"])}</code></td></tr>'
+    )
 
 
 def _words() -> str:
     items = [
-        f'<dt><i class="dot {_CLASS[proof][0]}"></i>{proof}</dt><dd>{_escape(text)}</dd>' for proof, text in MEANING.items()
+        f'<dt><i class="dot {_CLASS[proof][0]}"></i>{proof}</dt><dd>{_escape(text)}</dd>'
+        for proof, text in MEANING.items()
     ]
-    items += [f"<dt>{kind}</dt><dd>the choice of kernel: {_escape(text)}</dd>" for kind, text in PROVENANCE_MEANING.items()]
     items += [
-        "<dt>ulp</dt><dd>unit in the last place of BF16 at the exact result; near zero an allowed error is many of them</dd>",
+        f"<dt>{kind}</dt><dd>the choice of kernel: {_escape(text)}</dd>" for kind, text in PROVENANCE_MEANING.items()
+    ]
+    items += [
+        "<dt>ulp</dt><dd>unit in the last place of BF16 at the exact result; near zero an allowed error is many</dd>",
     ]
     return f'<h2 id="words">Words</h2><dl>{"".join(items)}</dl>'

@@ -78,7 +78,12 @@ def by_shape(generation: Generation) -> str | None:
     shapes = list(dict.fromkeys((times.n, times.k) for times in timed))
     with plt.rc_context(_STYLE):
         figure, all_axes = plt.subplots(
-            1, len(panels), figsize=(1.6 + 2.1 * len(panels), 0.9 + 0.24 * len(shapes)), sharey=True, sharex=True, squeeze=False
+            1,
+            len(panels),
+            figsize=(1.6 + 2.1 * len(panels), 0.9 + 0.24 * len(shapes)),
+            sharey=True,
+            sharex=True,
+            squeeze=False,
         )
         for m, axes in zip(panels, all_axes[0]):
             _panel(axes, [times for times in timed if times.m == m], shapes)

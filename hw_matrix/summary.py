@@ -21,7 +21,7 @@ NOISE = 0.03
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one (N, K, M) in one benchmark: cold weights, PDL, GEMM after GEMM. None: nothing of that kind ran."""
+    """Microseconds of one (N, K, M) in one benchmark: cold weights, PDL, GEMM after GEMM. None: nothing like it ran."""
 
     n: int
     k: int
@@ -99,24 +99,33 @@ def summarize(folder: Path = RECORDS, runners: Mapping[str, Runner] | None = Non
     for arch in ARCHES:
         own = records[arch.name]
         states = cell_states(arch, own, runners[arch.name])
-        made.append(Generation(arch, runners[arch.name], tuple(states), tuple(own), tuple(newest_times(own)), tuple(changes(own))))
+        made.append(
+            Generation(
+                arch, runners[arch.name], tuple(states), tuple(own), tuple(newest_times(own)), tuple(changes(own))
+            )
+        )
     return Summary(tuple(made), records)
 
 
 def _is_usual(mode: Mapping | None) -> bool:
-    """Cold weights, PDL, back to back: what every benchmark has; the first schema had nothing else and did not say so."""
+    """Cold weights, PDL, back to back: what every benchmark has; the first schema had nothing else, unsaid."""
     return mode is None or (mode["weights"], mode["pdl"], mode["chain"]) == ("cold", True, "back_to_back")
 
 
 def times_of(record: Record) -> list[Times]:
+    """The times of a benchmark, or of a tuning run (there by the cell, with the baseline cuBLAS), without residual."""
     found = []
     for cell in record.data["cells"]:
-        timings = {name: timing["us"] for name, timing in cell.get("timings", {}).items()}
+        shape = (cell["n"], cell["k"], cell["m"])
+        timings = cell.get("timings", {})
         if FLOOR in timings and _is_usual(cell.get("mode")):
-            shape = (cell["n"], cell["k"], cell["m"])
-            ours = timings.get(OURS)
-            backend = cell.get("backend") if ours is not None else None
-            found.append(Times(*shape, timings[FLOOR], ours, timings.get(CUBLAS), backend, record))
+            us = {name: timings[name]["us"] for name in (FLOOR, OURS, CUBLAS) if name in timings}
+            backend = cell["backend"] if OURS in us else None
+            found.append(Times(*shape, us[FLOOR], us.get(OURS), us.get(CUBLAS), backend, record))
+        elif "floor_us" in cell and not cell["residual"]:
+            winner = cell["winner"]
+            backend = None if winner is None else winner["backend"]
+            found.append(Times(*shape, cell["floor_us"], cell["us"], cell["baseline_us"], backend, record))
     return found
 
 
@@ -135,7 +144,7 @@ def changes(records: Sequence[Record]) -> list[str]:
     verdicts = [record for record in records if record.has_verdicts and record.gpu]
     if len(verdicts) > 1:
         found += _changed_verdicts(*verdicts[-2:])
-    timed = [record for record in records if record.has_timings]
+    timed = [record for record in records if times_of(record)]
     if len(timed) > 1:
         found += _changed_times(*timed[-2:])
     return found
@@ -159,7 +168,10 @@ def _changed_verdicts(before: Record, after: Record) -> list[str]:
          "cells ran with another backend or config"),
     ]  # fmt: skip
     said = [f"{count} {text}" for count, text in rows if count]
-    worst = [max((float(c["worst_ulps"]) for c in cells.values() if c["worst_ulps"] is not None), default=0.0) for cells in (old, new)]
+    worst = [
+        max((float(c["worst_ulps"]) for c in cells.values() if c["worst_ulps"] is not None), default=0.0)
+        for cells in (old, new)
+    ]
     said.append(f"worst error {worst[0]:.3f} to {worst[1]:.3f} ulp")
     return [f"{before.name} to {after.name}: {'; '.join(said)}"]
 

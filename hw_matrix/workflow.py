@@ -96,7 +96,13 @@ _MERGE = """\
 def shard_matrix(runners: Mapping[str, Runner]) -> list[dict]:
     """One entry a job: each shard of each generation that has a runner."""
     return [
-        {"arch": name, "shard": f"{index}/{runner.shards}", "index": index, "minutes": runner.minutes, "labels": list(runner.labels)}
+        {
+            "arch": name,
+            "shard": f"{index}/{runner.shards}",
+            "index": index,
+            "minutes": runner.minutes,
+            "labels": list(runner.labels),
+        }
         for name, runner in runners.items()
         if runner.claims_hardware
         for index in range(runner.shards)

@@ -95,6 +95,8 @@ def run_ready(x, weight, names: tuple[str, ...] | None = None, *, flatten: bool 
     kernel = kernels.get((names, device, n, k, m))
     if kernel is None or (_is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return None
+    if m == 1 and is_matrix and x.stride(0) % 8:
+        return None  # contiguous by name; the long way gives the kernel a stride that a tensor map can have
     rows = x if is_matrix else x.view(m, k)
     y = rows.new_empty(m, n)
     index = device.index

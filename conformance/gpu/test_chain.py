@@ -24,7 +24,7 @@ def _kernels(arch, names, m):
 
 @pytest.mark.parametrize("m", [1, 8, 16])
 def test_a_circle_of_kernels_gives_what_single_launches_give(arch, m):
-    """Every order of the kernels that are written, also mixed. Weights are scaled so that the values keep their size."""
+    """Every order of the kernels that are written, also mixed. Weights are scaled so that values keep their size."""
     weights = [torch.randn(n, k, device="cuda").div_(k**0.5).bfloat16() for n, k in CIRCLE]
     start = torch.randn(m, CIRCLE[0][1], device="cuda").bfloat16()
     chains = 0

@@ -60,7 +60,9 @@ def test_a_zero_input_gives_the_residual(case, kernel):
     """Once: a residual that is added by every split, or not by the last one, is off by whole units."""
     data = operands(case.n, case.k, "random")
     y = kernel(torch.zeros_like(data.x[: case.m]), data.weight, data.residual[: case.m])
-    assert torch.equal(y, data.residual[: case.m]), f"{case}: {int((y != data.residual[: case.m]).sum())} elements differ"
+    assert torch.equal(y, data.residual[: case.m]), (
+        f"{case}: {int((y != data.residual[: case.m]).sum())} elements differ"
+    )
 
 
 def test_each_split_adds_the_residual_once(arch):
@@ -76,7 +78,7 @@ def test_each_split_adds_the_residual_once(arch):
 
 @pytest.mark.one_case_per_unit
 def test_halves_of_k_that_cancel_to_small_values(case, kernel):
-    """Partial sums of about a thousand that cancel to about one, against FP64: half precision between them is not enough."""
+    """Partial sums of about a thousand that cancel to about one, against FP64: kept in BF16 they would be wrong."""
     half = case.k // 2
     data = operands(case.n, case.k, "random")
     x = data.x[: case.m].clone()
@@ -100,7 +102,9 @@ def test_an_infinite_token_stays_in_its_row(case, kernel):
     x[0, case.k - 1] = float("inf")
     y = kernel(x, data.weight, residual)
     want = torch.where(data.weight[:, -1] == 0, float("nan"), data.weight[:, -1].sign() * float("inf"))
-    assert torch.equal(y[0].isnan(), want.isnan()) and torch.equal(y[0].nan_to_num(), want.bfloat16().nan_to_num()), str(case)
+    assert torch.equal(y[0].isnan(), want.isnan()) and torch.equal(y[0].nan_to_num(), want.bfloat16().nan_to_num()), (
+        str(case)
+    )
     assert torch.equal(y[1:], clean[1:]), f"{case}: an infinite token leaked into other rows"
 
 

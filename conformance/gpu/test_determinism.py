@@ -50,7 +50,9 @@ def _same_token_everywhere(run, tokens: torch.Tensor, where: str) -> None:
             x = tokens[:m].clone()
             x[position] = token
             y = run(x)[position]
-            assert torch.equal(y, want[0]), f"{where}: M = {m}, position {position}: {int((y != want[0]).sum())} elements differ"
+            assert torch.equal(y, want[0]), (
+                f"{where}: M = {m}, position {position}: {int((y != want[0]).sum())} elements differ"
+            )
 
 
 def test_a_kernel_that_claims_it_gives_a_token_the_same_bits_at_every_m(arch):

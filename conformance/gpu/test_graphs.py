@@ -22,7 +22,7 @@ def _residual(case, data):
 
 @pytest.mark.one_case_per_unit
 def test_two_graphs_in_one_pool_with_transient_tensors_between(case, kernel):
-    """Replayed in turns, with an eager call between: each equals the eager result, so nothing of ours lives in a pool."""
+    """Replayed in turns, an eager call between: each equals the eager result, so nothing of ours lives in a pool."""
     data = operands(case.n, case.k, "random")
     residual, inputs = _residual(case, data), [data.x[: case.m].clone(), data.x[: case.m].flip(0).contiguous() * 2]
     expected = [kernel(x, data.weight, residual) for x in inputs]

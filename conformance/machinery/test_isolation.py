@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree
+from pathlib import Path
 
 import pytest
 
-from conformance.fakes import run_pytest
+from conformance.fakes import inner_environment, run_pytest
 
 SAMPLE = """
 import os, signal, time, pytest
@@ -31,7 +35,11 @@ BAD = {
     "crashes": ("os.abort()", "its process ended with signal SIGABRT", "in test_case"),
     "exits": ("os._exit(7)", "its process ended with exit code 7", ""),
     "fails": ("assert i == 'broken'", "assert 2 == 'broken'", ""),
-    "leaves a fault": ("isolated_worker.lasting_fault = lambda: 'an illegal access'; assert i == 3", "assert 2 == 3", ""),
+    "leaves a fault": (
+        "isolated_worker.lasting_fault = lambda: 'an illegal access'; assert i == 3",
+        "assert 2 == 3",
+        "",
+    ),
 }
 
 
@@ -50,6 +58,16 @@ def test_one_bad_case_is_one_failure(tmp_path, how):
     assert outcomes == {str(i): "failed" if i == 2 else "passed" for i in range(6)}
     cases = list(xml.etree.ElementTree.parse(tmp_path / "out.xml").getroot().iter("testcase"))
     assert [bool(len(case)) for case in cases].count(True) == 1 and len(cases) == 6
+
+
+def test_a_case_that_passes_and_leaves_a_fault_behind_failed(tmp_path):
+    """What it launched went wrong after its last look at the device."""
+    source = SAMPLE.replace("BAD", "isolated_worker.lasting_fault = lambda: 'an illegal access'")
+    done = run_pytest(tmp_path, source, "--isolate", "--record=r.json")
+    assert done.returncode == 1 and "test_case[2] left a CUDA error behind: an illegal access" in done.stdout, done.stdout
+    outcomes = [test["outcome"] for test in json.loads((tmp_path / "r.json").read_text())["tests"]]
+    assert outcomes == ["passed", "passed", "failed", "passed", "passed", "passed"]
+    assert len(list(tmp_path.glob("made-*"))) == 2, "the next case had a new process"
 
 
 def test_a_limit_of_its_own(tmp_path):
@@ -92,7 +110,31 @@ def test_a(i, tmp_path, record_property):
     assert re.findall(r'name="number" value="(\d)"', (tmp_path / "out.xml").read_text()) == ["1", "3"]
 
 
+def test_a_run_that_is_killed_takes_its_child_along(tmp_path):
+    """As Bazel ends a test that takes too long."""
+    (tmp_path / "test_sample.py").write_text(
+        "import os, time\ndef test_a():\n    open(f'child-{os.getpid()}', 'x')\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conformance.plugin", "--isolate", "test_sample.py"]
+    run = subprocess.Popen(command, cwd=tmp_path, env=inner_environment(), stdout=subprocess.DEVNULL)
+    assert wait_for(lambda: list(tmp_path.glob("child-*"))), "the case did not begin"
+    child = Path(f"/proc/{next(tmp_path.glob('child-*')).name.removeprefix('child-')}")
+    assert child.exists()
+    run.kill()
+    run.wait()
+    assert wait_for(lambda: not child.exists()), "the child lives on"
+
+
+def wait_for(condition, limit_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
 @pytest.mark.parametrize("options", [("-x",), ("--maxfail=1",)])
 def test_it_stops_where_it_is_told_to(tmp_path, options):
     done = run_pytest(tmp_path, SAMPLE.replace("BAD", "assert 0"), "--isolate", *options)
-    assert done.returncode != 0 and "1 failed, 2 passed" in done.stdout and not (tmp_path / "ran-4").exists(), done.stdout
+    assert done.returncode != 0 and "1 failed, 2 passed" in done.stdout and not (tmp_path / "ran-4").exists(), (
+        done.stdout
+    )

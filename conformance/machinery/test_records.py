@@ -49,7 +49,9 @@ def test_all_judged(tmp_path):
     assert record["cells"][0]["config"] == dict(CASES[0].cell.config) and record["counts"]["kernel"] == 3
     built, all_cells = len(kernel_cases(SM90)), len(table_cases(SM90))
     assert f"3 of {built} cells with a kernel ran on it" in done.stdout, done.stdout
-    assert f"({all_cells} in its tables, {all_cells - built} on backends that are not built)" in done.stdout, done.stdout
+    assert f"({all_cells} in its tables, {all_cells - built} on backends that are not built)" in done.stdout, (
+        done.stdout
+    )
 
 
 def test_a_wrong_cell_is_recorded_as_failed(tmp_path):

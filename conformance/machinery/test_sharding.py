@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -63,7 +62,10 @@ def test_all_shards_together_run_everything_once(tmp_path):
     total = 7  # more than there are tests: two shards are empty, and green
     for index in range(total):
         environ = {"TEST_TOTAL_SHARDS": str(total), "TEST_SHARD_INDEX": str(index)}
-        environ |= {"TEST_SHARD_STATUS_FILE": str(tmp_path / f"status-{index}"), "TEST_UNDECLARED_OUTPUTS_DIR": str(tmp_path)}
+        environ |= {
+            "TEST_SHARD_STATUS_FILE": str(tmp_path / f"status-{index}"),
+            "TEST_UNDECLARED_OUTPUTS_DIR": str(tmp_path),
+        }
         result = run(tmp_path, SAMPLE, **environ)  # a test that ran before fails on open(..., "x")
         assert result.returncode == 0, result.stdout + result.stderr
         assert (tmp_path / f"status-{index}").exists()
@@ -109,7 +111,9 @@ SKIPS = {
 
 @pytest.mark.parametrize("how", SKIPS)
 def test_a_skip_on_a_claiming_runner_is_red(tmp_path, how):
-    (tmp_path / "conftest.py").write_text("import conformance.plugin\nconformance.plugin.missing_gpu = lambda arch: None\n")
+    (tmp_path / "conftest.py").write_text(
+        "import conformance.plugin\nconformance.plugin.missing_gpu = lambda arch: None\n"
+    )
     result = run(tmp_path, SKIPS[how], LOWLAT_RUNNER_ARCH="sm90")
     assert result.returncode not in (0, 5) and "just so" in result.stdout
     assert "skipped on a runner that claims sm90" in result.stdout

@@ -6,17 +6,19 @@ The GPU suite itself runs here, on a stand-in for a GPU (conformance/stand_in_gp
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-from conformance.fakes import GOOD_WAIVER, write_waivers
+from conformance.cases import kernel_cases
+from conformance.fakes import GOOD_WAIVER, inner_environment, write_waivers
 from conformance.stand_in_gpu import FAULTS
+from lowlat_gemm.arch import SM90
 
-#: The smallest cell of the SM90 table with a kernel, and the smallest standing case.
-CELL, STANDING = "kimi_k3-sm90-2304x1536-m2-skinny", "standing-sm90-104x1032-m5-residual-skinny"
+#: The smallest cell of the SM90 tables with a kernel, and the smallest standing case.
+CELL = min(kernel_cases(SM90), key=lambda case: (case.n * case.k, case.m, case.residual))
+STANDING = "standing-sm90-104x1032-m5-residual-skinny"
 PARITY = "conformance/gpu/test_parity.py"
 RANDOM = f"{PARITY}::test_random_operands_are_within_the_bound[{CELL}]"
 INTEGERS = f"{PARITY}::test_integer_operands_match_bit_for_bit[{CELL}]"
@@ -29,7 +31,8 @@ FOUND_BY = {
     "writes beside y": (INTEGERS, "0 elements of y not written, 1 elements around it overwritten"),
     "reads beside x": (RANDOM, "elements outside the bound"),
     "rounds between halves of K": (
-        f"conformance/gpu/test_corners.py::test_halves_of_k_that_cancel_to_small_values[{STANDING}]", "outside the bound",
+        f"conformance/gpu/test_corners.py::test_halves_of_k_that_cancel_to_small_values[{STANDING}]",
+        "outside the bound",
     ),
     "differs from run to run": (RERUNS, "the dispatcher ran something else"),
     "hangs": (RANDOM, "no report within 5 s"),
@@ -39,13 +42,19 @@ FOUND_BY = {
 
 def suite(*arguments: str, **environ: str) -> subprocess.CompletedProcess:
     """The GPU suite of SM90 on the stand-in, as a runner that claims the generation runs it."""
-    outer = ("TEST_", "LOWLAT_", "PYTEST_", "XML_OUTPUT_FILE")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    options = ["-q", "-c", "pyproject.toml", "--rootdir=.", "-p", "conformance.plugin", "-p", "conformance.stand_in_gpu"]
+    options = [
+        "-q",
+        "-c",
+        "pyproject.toml",
+        "--rootdir=.",
+        "-p",
+        "conformance.plugin",
+        "-p",
+        "conformance.stand_in_gpu",
+    ]
     options += ["-p", "no:cacheprovider", "--arch=sm90", "--require-gpu", *arguments]
     command = [sys.executable, "-m", "pytest", *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment | environ, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=inner_environment() | environ, timeout=300)
 
 
 def record_of(folder) -> dict:
@@ -71,37 +80,50 @@ def test_a_broken_kernel(tmp_path, fault):
         assert [cell["status"] for cell in record["cells"]] == ["failed"], record["cells"]
 
 
+_BROKEN_ROW = """
+from dataclasses import replace
+import conformance.cases
+from lowlat_gemm import dispatch
+from lowlat_gemm.tables import load_table
+from lowlat_gemm.tables.schema import frozen
+
+table = load_table({family!r}, "sm90")
+spec = table.projections[{n}, {k}]
+config = dict(block_size=7, outputs_per_block=1, k_unroll=1, vector_width=8)
+cell = replace(spec.cells[{m}], backend="skinny", config=frozen(config))
+spec = replace(spec, cells=frozen({{**spec.cells, {m}: cell}}))
+broken = replace(table, projections=frozen({{**table.projections, ({n}, {k}): spec}}))
+for module in (dispatch, conformance.cases):
+    module.load_table = lambda family, arch: broken if str(arch) == "sm90" else load_table(family, arch)
+"""
+
+
 def test_a_broken_table_row(tmp_path, monkeypatch):
     """A config that the kernel's predicate refuses: the cell falls back for users, and fails the suite."""
-    (tmp_path / "broken_row.py").write_text(
-        "from dataclasses import replace\n"
-        "from lowlat_gemm import dispatch\n"
-        "from lowlat_gemm.tables import load_table\n"
-        "from lowlat_gemm.tables.schema import frozen\n"
-        "table = load_table('kimi_k3', 'sm90')\n"
-        "spec = table.projections[2304, 1536]\n"
-        "cell = replace(spec.cells[2], config=frozen(dict(spec.cells[2].config, vector_width=3)))\n"
-        "spec = replace(spec, cells=frozen({**spec.cells, 2: cell}))\n"
-        "broken = replace(table, projections=frozen({**table.projections, (2304, 1536): spec}))\n"
-        "import conformance.cases\n"
-        "for module in (dispatch, conformance.cases):\n"
-        "    module.load_table = lambda family, arch: broken if str(arch) == 'sm90' else load_table(family, arch)\n"
-    )
+    (tmp_path / "broken_row.py").write_text(_BROKEN_ROW.format(family=CELL.family, n=CELL.n, k=CELL.k, m=CELL.m))
     monkeypatch.syspath_prepend(tmp_path)
-    done = suite("-p", "broken_row", RANDOM, f"--record={tmp_path}/record.json")
+    test = RANDOM.replace(CELL.cell.backend, "skinny")
+    done = suite("-p", "broken_row", test, f"--record={tmp_path}/record.json")
     assert done.returncode == 1 and "config not valid for this shape: " in done.stdout, done.stdout + done.stderr
     assert [(cell["status"], cell["reason"]) for cell in record_of(tmp_path)["cells"]] == [
         ("failed", "its test ended before a verdict")
     ]
 
 
-@pytest.mark.parametrize("change", [{}, {"expires": "2020-01-01"}, {"arches": '["sm100"]'}], ids=["unused", "expired", "elsewhere"])
+@pytest.mark.parametrize(
+    "change", [{}, {"expires": "2020-01-01"}, {"arches": '["sm100"]'}], ids=["unused", "expired", "elsewhere"]
+)
 def test_a_broken_waiver(tmp_path, change):
-    """With a kernel that is wrong a good waiver is green; with a right kernel, or expired or for another generation, not."""
+    """With a wrong kernel a good waiver is green; with a right one, or expired or for another generation, it is not."""
     waiver = GOOD_WAIVER | {"test": f'"{RANDOM}"'}
     fault = {"LOWLAT_STAND_IN_FAULT": "drops the last of K"}
     if not change:
-        good = suite(RANDOM, f"--record={tmp_path}/record.json", LOWLAT_WAIVERS=str(write_waivers(tmp_path / "w.toml", waiver)), **fault)
+        good = suite(
+            RANDOM,
+            f"--record={tmp_path}/record.json",
+            LOWLAT_WAIVERS=str(write_waivers(tmp_path / "w.toml", waiver)),
+            **fault,
+        )
         assert good.returncode == 0 and "1 xfailed" in good.stdout, good.stdout
         assert [cell["status"] for cell in record_of(tmp_path)["cells"]] == ["waived"]
         fault = {}

@@ -83,7 +83,9 @@ def test_the_last_day_is_still_in_force():
 
 
 def test_a_waived_failure_is_an_expected_one_also_on_a_claiming_runner(tmp_path):
-    (tmp_path / "conftest.py").write_text("import conformance.plugin\nconformance.plugin.missing_gpu = lambda arch: None\n")
+    (tmp_path / "conftest.py").write_text(
+        "import conformance.plugin\nconformance.plugin.missing_gpu = lambda arch: None\n"
+    )
     done = run(tmp_path, GOOD, options=("--record=r.json",), LOWLAT_RUNNER_ARCH="sm90")
     assert done.returncode == 0 and "2 passed, 1 xfailed" in done.stdout, done.stdout
     assert "waived until 2999-12-31: known (https://example.org/1)" in done.stdout
@@ -96,7 +98,12 @@ def test_a_waived_failure_is_an_expected_one_also_on_a_claiming_runner(tmp_path)
     [
         (GOOD, SAMPLE.replace("i != 1", "True"), "sm90", "unused, the case passes: delete the waiver"),
         (GOOD | {"expires": "2020-01-01"}, SAMPLE, "sm90", "until 2020-01-01: expired"),
-        (GOOD | {"test": '"test_sample.py::test_b"'}, SAMPLE, "sm90", "unused, no case of test_sample.py has this name"),
+        (
+            GOOD | {"test": '"test_sample.py::test_b"'},
+            SAMPLE,
+            "sm90",
+            "unused, no case of test_sample.py has this name",
+        ),
         (GOOD, SAMPLE, "sm100", "assert 1 != 1"),
         (GOOD | {"test": '"test_sample.py::test_a[0]"'}, SAMPLE, "sm90", "assert 1 != 1"),
     ],
@@ -119,8 +126,15 @@ def test_filters_and_shards_do_not_make_a_waiver_unused(tmp_path):
 
 
 def test_a_skip_is_never_waived(tmp_path):
-    (tmp_path / "conftest.py").write_text("import conformance.plugin\nconformance.plugin.missing_gpu = lambda arch: None\n")
-    done = run(tmp_path, GOOD, source=SAMPLE.replace("assert i", "i == 1 and pytest.skip('just so'); assert i"), LOWLAT_RUNNER_ARCH="sm90")
+    (tmp_path / "conftest.py").write_text(
+        "import conformance.plugin\nconformance.plugin.missing_gpu = lambda arch: None\n"
+    )
+    done = run(
+        tmp_path,
+        GOOD,
+        source=SAMPLE.replace("assert i", "i == 1 and pytest.skip('just so'); assert i"),
+        LOWLAT_RUNNER_ARCH="sm90",
+    )
     assert done.returncode == 1 and "just so" in done.stdout, done.stdout
 
 

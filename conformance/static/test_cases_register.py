@@ -50,14 +50,22 @@ def test_no_fault_is_there_twice():
     assert len(titles) == len(set(titles)) >= 40
 
 
-GOOD = {"title": "t", "links": ["a/b#1"], "where": ["CPU"], "tests": ["conformance/static/test_cases_register.py::test_no_fault_is_there_twice"]}
+GOOD = {
+    "title": "t",
+    "links": ["a/b#1"],
+    "where": ["CPU"],
+    "tests": ["conformance/static/test_cases_register.py::test_no_fault_is_there_twice"],
+}
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         ({}, []),
-        ({"tests": ["conformance/static/test_cases_register.py::test_gone"]}, ["no test conformance/static/test_cases_register.py::test_gone"]),
+        (
+            {"tests": ["conformance/static/test_cases_register.py::test_gone"]},
+            ["no test conformance/static/test_cases_register.py::test_gone"],
+        ),
         ({"tests": ["conformance/static/gone.py::test_a"]}, ["no test conformance/static/gone.py::test_a"]),
         ({"tests": []}, ["neither a test nor a reason"]),
         ({"tests": [], "open": "later"}, []),

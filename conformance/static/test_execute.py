@@ -46,6 +46,9 @@ def test_a_kernel_sees_a_stride_of_whole_words_also_of_a_single_row(gpu, stride,
     x, strides = bf16(1, 2 * K).as_strided((1, K), (stride, 1)), []
     execute.launch(lambda x, *rest: strides.append(x.stride()), x, bf16(N, K))
     assert strides == [(seen, 1)]
+    execute.READY.add(None, torch.device("cuda", 0), N, K, 1, lambda x, *rest: strides.append(x.stride()))
+    execute.run_ready(x, bf16(N, K))
+    assert strides[1:] == ([(stride, 1)] if stride == seen else []), "the short way passed it on"
 
 
 def test_the_residual_has_its_own_kernel(gpu):

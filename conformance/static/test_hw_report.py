@@ -28,7 +28,11 @@ class _Tags(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         given = dict(attributes)
-        self.loaded += [value for name, value in given.items() if name in ("src", "href", "xlink:href") and not value.startswith("#")]
+        self.loaded += [
+            value
+            for name, value in given.items()
+            if name in ("src", "href", "xlink:href") and not value.startswith("#")
+        ]
         if "cell" in given.get("class", "").split():
             self.cells.append(given["class"].split()[-1])
         if tag not in self.VOID:
@@ -43,7 +47,9 @@ class _Tags(HTMLParser):
 
 def test_the_page_is_whole_and_has_every_cell(tmp_path):
     (tmp_path / "sm103").mkdir(parents=True)
-    (tmp_path / "sm103" / "x.json").write_text(json.dumps(record_of([cell_of(table_cases(SM103)[0], "compiled")], gpu=None)))
+    (tmp_path / "sm103" / "x.json").write_text(
+        json.dumps(record_of([cell_of(table_cases(SM103)[0], "compiled")], gpu=None))
+    )
     for path in (ROOT / "hw_matrix/records/sm90").glob("*.json"):
         (tmp_path / "sm90").mkdir(exist_ok=True)
         (tmp_path / "sm90" / path.name).write_text(path.read_text())
@@ -67,20 +73,30 @@ def test_the_table_has_a_row_for_every_generation_and_every_word():
 
 def test_the_checked_in_table_is_what_the_records_say():
     wanted = markdown.render(summarize(ROOT / "hw_matrix/records"))
-    assert (ROOT / "docs/hardware.md").read_text() == wanted, "docs/hardware.md: run ./tools/bazelw run //hw_matrix -- report"
+    assert (ROOT / "docs/hardware.md").read_text() == wanted, (
+        "docs/hardware.md: run ./tools/bazelw run //hw_matrix -- report"
+    )
 
 
 def _bench(started: str, ours: float) -> Record:
     timings = {"floor": {"us": 10.0}, "ours": {"us": ours}, "cublas": {"us": 20.0}}
     cells = [{"n": 64, "k": 128, "m": m, "timings": timings, "backend": "skinny"} for m in (1, 2)]
-    cells.append(cells[0] | {"mode": {"weights": "warm", "pdl": True, "chain": "back_to_back"}, "timings": timings | {"ours": {"us": 1.0}}})
+    cells.append(
+        cells[0]
+        | {
+            "mode": {"weights": "warm", "pdl": True, "chain": "back_to_back"},
+            "timings": timings | {"ours": {"us": 1.0}},
+        }
+    )
     return Record(f"bench {started}", record_of(cells, started=started))
 
 
 def test_changes_are_those_of_the_last_two_records_of_a_kind():
     cases = table_cases(SM90)[:4]
     before = Record("before", record_of([cell_of(c) for c in cases[:3]]))
-    after = Record("after", record_of([cell_of(cases[0], "failed"), cell_of(cases[1], worst_ulps=0.75), cell_of(cases[3])]))
+    after = Record(
+        "after", record_of([cell_of(cases[0], "failed"), cell_of(cases[1], worst_ulps=0.75), cell_of(cases[3])])
+    )
     said = changes([before, after])
     assert said == [
         "before to after: 1 cells ran that had not run before; 1 cells that had run did not run; 1 cells became wrong; "
@@ -88,7 +104,8 @@ def test_changes_are_those_of_the_last_two_records_of_a_kind():
     ]
     said = changes([_bench("2026-12-01", 12.0), _bench("2026-12-02", 15.0)])
     assert said == [
-        "bench 2026-12-01 to bench 2026-12-02: ours over the floor changed by +25.0 % over 2 cells; 0 faster, 2 slower by more than 3 %"
+        "bench 2026-12-01 to bench 2026-12-02: ours over the floor changed by +25.0 % over 2 cells; "
+        "0 faster, 2 slower by more than 3 %"
     ]
 
 
@@ -102,3 +119,22 @@ def test_records_are_read_oldest_first(tmp_path):
     for name, started in (("a", "2026-12-02"), ("b", "2026-12-01")):
         (tmp_path / "sm90" / f"{name}.json").write_text(json.dumps(record_of([], started=started)))
     assert [record.name for record in load_records(tmp_path)["sm90"]] == ["sm90/b.json", "sm90/a.json"]
+
+
+def test_a_tuning_run_has_times_too():
+    cell = {
+        "n": 64,
+        "k": 128,
+        "m": 1,
+        "residual": False,
+        "floor_us": 2.0,
+        "us": 3.0,
+        "baseline_us": 5.0,
+        "winner": {"backend": "split_k"},
+    }
+    lost = cell | {"m": 2, "us": None, "winner": None}
+    times = newest_times([Record("tune", record_of([cell, lost, cell | {"m": 3, "residual": True}]))])
+    assert [(t.m, t.over_floor("ours"), t.over_floor("cublas"), t.backend) for t in times] == [
+        (1, 1.5, 2.5, "split_k"),
+        (2, None, 2.5, None),
+    ]

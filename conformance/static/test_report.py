@@ -127,6 +127,7 @@ def test_the_command_prints_tables_markdown_and_json(lowlat):
     code, out, _ = lowlat("report", path)
     assert code == 0 and "geometric means" in out and "7168x14336 M=2" in out
     code, out, _ = lowlat("report", "--markdown", RECORDS)
-    assert code == 0 and "| back_to_back, cold, PDL on | 1 | 11 | 1.208 | 0.713 |" in out and out.count("## ") == 2
+    assert code == 0 and "| back_to_back, cold, PDL on | 1 | 11 | 1.208 | 0.713 |" in out
+    assert out.count("## ") == len(list(RECORDS.glob("*.json")))
     code, out, _ = lowlat("report", "--json", path)
     assert code == 0 and json.loads(out)[0]["means"][0]["cells"] == 11

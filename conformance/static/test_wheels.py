@@ -54,7 +54,9 @@ SO = "nvidia_cutlass_dsl/lib/runtime.so"
 def test_two_wheels_with_one_path(installed, base, cu13, mixed):
     installed.update({BASE: base, CU13: cu13})
     found = wheels.mixed_wheels()
-    assert found == (f"{BASE} and {CU13} both claim {SO} with different content: uninstall both, install one" if mixed else None)
+    assert found == (
+        f"{BASE} and {CU13} both claim {SO} with different content: uninstall both, install one" if mixed else None
+    )
 
 
 def test_kernels_are_off_and_the_reason_names_the_wheels(installed, clean_settings):

@@ -46,6 +46,10 @@ def test_the_probe_and_the_platforms_know_every_generation():
     for name in names:
         assert f"build:runner-{name} --platforms=//hw_matrix/platforms:runner_{name}\n" in settings
         assert f"test:runner-{name} --config=runner --test_env=LOWLAT_RUNNER_ARCH={name}\n" in settings
+        platform = f"@lowlat_remote//:{name}"
+        assert f"build:rbe-{name} --config=rbe --platforms={platform} --host_platform={platform}\n" in settings
+        assert f"build:rbe-{name} --extra_execution_platforms={platform}\n" in settings
+        assert f"test:rbe-{name} --config=runner --test_env=LOWLAT_RUNNER_ARCH={name}\n" in settings
 
 
 # --- locks
@@ -155,6 +159,7 @@ def test_a_cache_folder_that_cannot_be_is_one_line(sandbox, monkeypatch):
     [
         (["test", "//..."], {}, "missing here: bazel-bootstrap zip python3 python3-venv, and there is no apt-get"),
         (["test", "--config=local-python"], {}, "needs LOWLAT_PYTHON="),
+        (["test", "--config=rbe-sm100"], {"LOWLAT_REMOTE_IMAGE": "docker://x"}, "LOWLAT_REMOTE_PYTHON=/path/to/python3 in it"),
     ],
 )
 def test_bazelw_says_what_is_missing(tmp_path, arguments, environ, message):
