@@ -92,7 +92,7 @@ def table_cases(arch: Arch) -> list[Case]:
 
 def kernel_cases(arch: Arch) -> list[Case]:
     """The cells whose backend the dispatcher has, also one that its predicate refuses: such a cell is to fail."""
-    return [case for case in table_cases(arch) if backend(case.cell.backend) is not None]
+    return [case for case in table_cases(arch) if backend(case.cell.backend, arch) is not None]
 
 
 def written_unit(case: Case) -> CompileUnit | None:
