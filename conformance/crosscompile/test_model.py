@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 from conformance.cases import unit_id, written_units
-from conformance.model.pipeline import Size, check
+from conformance.model.parts import Size
+from conformance.model.pipeline import check
 from lowlat_cli.record import Status
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels import split_k
