@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from lowlat_gemm.arch import ARCHES, SM90
-from lowlat_gemm.kernels import fused_a, skinny, split_k
+from lowlat_gemm.kernels import fused_a, kda, skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.device import EVICT_FIRST
 
@@ -24,7 +24,7 @@ from .machine_code import Compiled
 _ARCH_OF = {arch.compile_target: arch for arch in ARCHES}
 REGISTERS_PER_SM, REGISTER_UNIT = 65_536, 8
 #: Kernel parameters in order; those of a residual and of y follow.
-_PARAMETERS = {"skinny": ["x", "weight"], "fused_a": ["x", "weight"], "split_k": ["weight", "", "x", ""]}
+_PARAMETERS = {"skinny": ["x", "weight"], "fused_a": ["x", "weight"], "kda": ["x", "weight"], "split_k": ["weight", "", "x", ""]}
 #: Machine instructions that touch global memory, but for prefetches.
 _GLOBAL = (
     "LDG",
@@ -67,7 +67,8 @@ def shared_memory_bytes(unit: CompileUnit) -> int:
         return split_k.shared_memory_bytes(spec.config, spec.output_dtype, residual=spec.residual)
     if unit.kernel == "fused_a":
         return fused_a.shared_memory_bytes(spec.config, spec.token_groups)
-    return skinny.shared_memory_bytes(spec.config, spec.tokens)
+    host = {"skinny": skinny, "kda": kda}[unit.kernel]
+    return host.shared_memory_bytes(spec.config, spec.tokens)
 
 
 def no_spills(unit: CompileUnit, made: Compiled) -> str | None:
@@ -234,7 +235,7 @@ def _constant_values(program: Program) -> dict[str, int]:
 def the_intended_tensor_cores(unit: CompileUnit, made: Compiled) -> str | None:
     """skinny none, fused_a mma.sync, split_k wgmma on SM90 and tcgen05 from SM100 on."""
     split_k_core = "HGMMA" if unit.target == SM90.compile_target else "UTCHMMA"
-    wanted = {"skinny": set(), "fused_a": {"HMMA"}, "split_k": {split_k_core}}[unit.kernel]
+    wanted = {"skinny": set(), "kda": set(), "fused_a": {"HMMA"}, "split_k": {split_k_core}}[unit.kernel]
     found = {one.opcode.split(".")[0] for one in _sass(made.code.sass).instructions} & _TENSOR_CORES
     if found != wanted:
         return f"tensor-core instructions {sorted(found)}, expected {sorted(wanted)}"

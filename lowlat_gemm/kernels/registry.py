@@ -11,7 +11,7 @@ from typing import Any
 
 from ..arch import ARCHES, SM90, Arch
 from ..backends import BACKEND_NAMES
-from . import fused_a, skinny, split_k
+from . import fused_a, kda, skinny, split_k
 from .compile_cache import CompileUnit
 
 
@@ -67,6 +67,10 @@ _BACKENDS = {
 }
 
 
+#: Kernels that no table names: they are launched by what knows its projections.
+_BESIDE_BACKENDS = {kda.NAME: _on_every_generation("kda_kernel")}
+
+
 def backend(name: str, arch: Arch) -> Backend | None:
     """The backend of that name, or None when the dispatcher does not have it yet on ``arch``. ValueError: no such name."""
     if name not in BACKEND_NAMES:
@@ -87,7 +91,8 @@ def every_backend() -> Mapping[str, Backend]:
 
 def kernel_module(name: str, target: str) -> str:
     """Name of the module with a kernel's CuTe DSL code for a compile target, proven or not. KeyError: there is none."""
-    return _BACKENDS[name].kernel_modules[target]
+    modules = _BACKENDS[name].kernel_modules if name in _BACKENDS else _BESIDE_BACKENDS[name]
+    return modules[target]
 
 
 #: Modules that compiling and launching needs, with the package that brings each.
