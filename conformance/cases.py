@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lowlat_gemm.arch import ARCHES, Arch
 from lowlat_gemm.dispatch import Plan, PlanEntry, plan_for
-from lowlat_gemm.kernels import fused_a, skinny, split_k
+from lowlat_gemm.kernels import fused_a, kda, skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
 from lowlat_gemm.kernels.registry import backend, every_backend
@@ -92,7 +92,7 @@ def table_cases(arch: Arch) -> list[Case]:
 
 def kernel_cases(arch: Arch) -> list[Case]:
     """The cells whose backend the dispatcher has, also one that its predicate refuses: such a cell is to fail."""
-    return [case for case in table_cases(arch) if backend(case.cell.backend) is not None]
+    return [case for case in table_cases(arch) if backend(case.cell.backend, arch) is not None]
 
 
 def written_unit(case: Case) -> CompileUnit | None:
@@ -167,6 +167,19 @@ def fused_a_units(arch: Arch) -> list[CompileUnit]:
     return list(dict.fromkeys(units))
 
 
+#: Rows of a CTA by M of the KDA pair, as vLLM 0.33.0 has them on B300 (kda_overlap in conformance/data): a few of each.
+KDA_OUTPUTS = {1: (1, 8), 2: (1, 8), 4: (3, 16), 8: (3, 24), 12: (2, 12), 16: (1, 8)}
+
+
+def kda_units(arch: Arch) -> list[CompileUnit]:
+    """The KDA pair, skinny-N and skinny-K, over M, and in FP16."""
+    units = []
+    for m, (few, many) in KDA_OUTPUTS.items():
+        units.append(kda.compile_unit(arch, 144, 7168, m, kda.skinny_n_config(few)))
+        units.append(kda.compile_unit(arch, 1536, 128, m, kda.skinny_k_config(many)))
+    return [*units, kda.compile_unit(arch, 1536, 128, 16, kda.skinny_k_config(8), dtype="float16")]
+
+
 def written_units(arch: Arch) -> list[CompileUnit]:
     """Every kernel and config of a generation that tables, defaults or tests of other configs can have compiled.
 
@@ -175,7 +188,7 @@ def written_units(arch: Arch) -> list[CompileUnit]:
     named = list(filter(None, map(written_unit, table_cases(arch))))
     # Of the test's configs every other one with residual, the rest without: ten minutes of compiling say no more.
     standing = [unit for i, unit in enumerate(split_k_units(arch)) if unit.spec.output_dtype != "bfloat16" or i % 4 in (0, 3)]
-    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing]))
+    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing, *kda_units(arch)]))
 
 
 def unit_cases(arch: Arch) -> list[Case]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from lowlat_gemm.arch import ARCHES, SM90
-from lowlat_gemm.kernels import fused_a, skinny, split_k
+from lowlat_gemm.kernels import fused_a, kda, skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.device import EVICT_FIRST
 
@@ -24,9 +24,24 @@ from .machine_code import Compiled
 _ARCH_OF = {arch.compile_target: arch for arch in ARCHES}
 REGISTERS_PER_SM, REGISTER_UNIT = 65_536, 8
 #: Kernel parameters in order; those of a residual and of y follow.
-_PARAMETERS = {"skinny": ["x", "weight"], "fused_a": ["x", "weight"], "split_k": ["weight", "", "x", ""]}
+_PARAMETERS = {"skinny": ["x", "weight"], "fused_a": ["x", "weight"], "kda": ["x", "weight"], "split_k": ["weight", "", "x", ""]}
 #: Machine instructions that touch global memory, but for prefetches.
-_GLOBAL = ("LDG", "STG", "LD", "ST", "ATOM", "ATOMG", "RED", "REDG", "LDGSTS", "UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED")
+_GLOBAL = (
+    "LDG",
+    "STG",
+    "LD",
+    "ST",
+    "ATOM",
+    "ATOMG",
+    "RED",
+    "REDG",
+    "LDGSTS",
+    "UTMALDG",
+    "UTMASTG",
+    "UTMAREDG",
+    "UBLKCP",
+    "UBLKRED",
+)
 _TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA", "UTCQMMA", "QGMMA", "IMMA", "QMMA"}
 #: Stores of y that no wait of the same thread precedes: the tokens of its sums were loaded behind one, and the model of
 #: the pipeline shows that order.
@@ -52,13 +67,14 @@ def shared_memory_bytes(unit: CompileUnit) -> int:
         return split_k.shared_memory_bytes(spec.config, spec.output_dtype, residual=spec.residual)
     if unit.kernel == "fused_a":
         return fused_a.shared_memory_bytes(spec.config, spec.token_groups)
-    return skinny.shared_memory_bytes(spec.config, spec.tokens)
+    host = {"skinny": skinny, "kda": kda}[unit.kernel]
+    return host.shared_memory_bytes(spec.config, spec.tokens)
 
 
 def no_spills(unit: CompileUnit, made: Compiled) -> str | None:
     code = made.code
     if code.stack_bytes or code.local_accesses:
-        return f"{code.stack_bytes} bytes of stack, {code.local_accesses} local loads and stores, {code.registers} registers"
+        return f"{code.stack_bytes} bytes of stack, {code.local_accesses} local accesses, {code.registers} registers"
 
 
 def a_cta_fits(unit: CompileUnit, made: Compiled) -> str | None:
@@ -80,7 +96,11 @@ def _is_weight_load(program: Program, index: int) -> bool:
     if one.is_a("LDG"):
         return ".NA" in one.opcode
     policy = re.search(r"desc\[UR(\d+)\]", one.text)
-    return one.is_a("UTMALDG") and policy is not None and _constants(program, index, f"UR{int(policy[1]) + 1}") == {EVICT_FIRST >> 32}
+    return (
+        one.is_a("UTMALDG")
+        and policy is not None
+        and _constants(program, index, f"UR{int(policy[1]) + 1}") == {EVICT_FIRST >> 32}
+    )
 
 
 def _constants(program: Program, index: int, register: str) -> set[int | None]:
@@ -95,7 +115,9 @@ def _constants(program: Program, index: int, register: str) -> set[int | None]:
         text = program.instructions[i].text
         written = text.split(maxsplit=1)[1].split(",")[0].strip() if " " in text else ""
         pair = re.fullmatch(r"UR(\d+)", written)
-        if written == register or (pair and ".64" in program.instructions[i].opcode and f"UR{int(pair[1]) + 1}" == register):
+        if written == register or (
+            pair and ".64" in program.instructions[i].opcode and f"UR{int(pair[1]) + 1}" == register
+        ):
             constant = re.fullmatch(rf"UMOV {register}, (0x[0-9a-f]+)", text)
             found.add(int(constant[1], 16) if constant else None)
         else:
@@ -158,7 +180,9 @@ def weights_and_they_alone_leave_l2_first(unit: CompileUnit, made: Compiled) -> 
         if len(of) != 1:
             return f"a load from {sorted(of) or 'nowhere known'}: {one.text}"
         policy = one.text.split(",")[-1].strip()
-        hinted = "L2::cache_hint" in one.opcode and EVICT_FIRST == values.get(policy, int(policy) if policy.isdigit() else None)
+        hinted = "L2::cache_hint" in one.opcode and EVICT_FIRST == values.get(
+            policy, int(policy) if policy.isdigit() else None
+        )
         if hinted != (of == {"weight"}):
             return f"a load of {of.pop()} {'with' if hinted else 'without'} evict-first: {one.text}"
 
@@ -211,7 +235,7 @@ def _constant_values(program: Program) -> dict[str, int]:
 def the_intended_tensor_cores(unit: CompileUnit, made: Compiled) -> str | None:
     """skinny none, fused_a mma.sync, split_k wgmma on SM90 and tcgen05 from SM100 on."""
     split_k_core = "HGMMA" if unit.target == SM90.compile_target else "UTCHMMA"
-    wanted = {"skinny": set(), "fused_a": {"HMMA"}, "split_k": {split_k_core}}[unit.kernel]
+    wanted = {"skinny": set(), "kda": set(), "fused_a": {"HMMA"}, "split_k": {split_k_core}}[unit.kernel]
     found = {one.opcode.split(".")[0] for one in _sass(made.code.sass).instructions} & _TENSOR_CORES
     if found != wanted:
         return f"tensor-core instructions {sorted(found)}, expected {sorted(wanted)}"
@@ -258,7 +282,7 @@ def tensor_maps_are_acquired(unit: CompileUnit, made: Compiled) -> str | None:
 
 
 def tensor_work_is_fenced(unit: CompileUnit, made: Compiled) -> str | None:
-    """tcgen05: a fence behind every wait that precedes such work, and one before every plain arrival that follows it."""
+    """tcgen05: a fence behind every wait that precedes such work, and one before every arrival that follows it."""
     program = _ptx(made.ptx)
     work = program.all_of("tcgen05.mma", "tcgen05.ld", "tcgen05.dealloc")
     waits = program.all_of("mbarrier.try_wait", "mbarrier.test_wait")

@@ -25,7 +25,7 @@ class Instruction:
 
     @property
     def opcode(self) -> str:
-        """"LDG.E.128", "tcgen05.ld.sync.aligned.16x256b.x1.b32"."""
+        """ "LDG.E.128", "tcgen05.ld.sync.aligned.16x256b.x1.b32"."""
         return self.text.split(maxsplit=1)[0]
 
     def is_a(self, *names: str) -> bool:
@@ -116,7 +116,7 @@ def parse_sass(text: str) -> Program:
 
 
 def parse_ptx(text: str) -> Program:
-    """The program of the one kernel in ``text``, by statements. Jumps inside inline assembly, which are waits, go on."""
+    """The program of the one kernel in ``text``, by statements. Waits in inline assembly are taken to go on."""
     body = re.sub(r"//[^\n]*", "", text[text.index("{", text.index(".entry")) + 1 :])
     rows, labels = [], {}
     for statement in re.split(r"[;\n]", body):

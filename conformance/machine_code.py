@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel: registers, stack and spills, machine code and PTX, read with NVIDIA's binary tools."""
+"""What the compiler made of a kernel: registers, spills, machine code and PTX, read with NVIDIA's binary tools."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_cubin(path: Path) -> MachineCode:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A unit's code. ``constants``: 64-bit constants of the launching code, among them the shared memory that it asks for."""
+    """A unit's code. ``constants``: 64-bit constants of the launching code; one is the shared memory it asks for."""
 
     code: MachineCode
     ptx: str

@@ -37,6 +37,7 @@ PARTS = {
         "one_short_k and (1.4.1.1 or 2.1.2.4)",
     ),
     "split_k": (["conformance/gpu/test_split_k.py"], "sanitizer", "sanitizer"),
+    "kda": (["conformance/gpu/test_kda.py"], "fp16 or skinny_n-5 or skinny_k-5", "skinny_n-5 or skinny_k-5"),
 }
 LIMIT_S = 150
 #: Lines of a report that are kept.

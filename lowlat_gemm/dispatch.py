@@ -177,9 +177,9 @@ def _plan_entry(arch: Arch, spec: ProjectionSpec, m: int, residual: bool, cell: 
 
     if settings.denied(cell.backend, spec.n, spec.k, m):
         return refused(Reason.DISABLED, "on the deny list")
-    implementation = backend(cell.backend)
+    implementation = backend(cell.backend, arch)
     if implementation is None:
-        return refused(Reason.BACKEND_NOT_BUILT, f"{cell.backend}; this build has {', '.join(built_backends())}")
+        return refused(Reason.BACKEND_NOT_BUILT, f"{cell.backend}; this build has {', '.join(built_backends(arch))}")
     try:
         config = implementation.parse_config(cell.config)
         problem = implementation.why_not(arch, spec.n, spec.k, m, config, residual=residual)
@@ -207,7 +207,7 @@ def _plan(arch: Arch, n: int, k: int, names: tuple[str, ...], settings: Settings
         {m: _plan_entry(arch, spec, m, residual, cell, settings) for m, cell in sorted(cells.items())}
         for residual, cells in ((False, spec.cells), (True, spec.residual_cells))
     ]
-    invariant = tuple(map(_is_invariant, by_residual))
+    invariant = tuple(_is_invariant(arch, entries) for entries in by_residual)
     if settings.batch_invariant:
         # Served by one kernel for every M, the large ones too, or declined whole: never a mix.
         for entries, whole in zip(by_residual, invariant):
@@ -216,10 +216,10 @@ def _plan(arch: Arch, n: int, k: int, names: tuple[str, ...], settings: Settings
     return Plan(arch, table, spec, invariant, settings.batch_invariant, *by_residual)
 
 
-def _is_invariant(entries: Mapping[int, PlanEntry]) -> bool:
+def _is_invariant(arch: Arch, entries: Mapping[int, PlanEntry]) -> bool:
     """Whether all entries run, and add in one order that does not depend on M."""
     orders = {
-        None if entry.refusal is not None else backend(entry.cell.backend).invariance(entry.config)
+        None if entry.refusal is not None else backend(entry.cell.backend, arch).invariance(entry.config)
         for entry in entries.values()
     }
     return len(orders) == 1 and None not in orders

@@ -38,6 +38,15 @@ SOURCE_ENTRY = {
     "note": '"measured by its contributors, >= 5 % over cuBLAS over M = 1..16; not measured by this project"',
 }
 
+#: The tactics of split-K come from the same file, without times.
+SPLIT_K_KEY = f"{SOURCE_KEY}_split_k"
+SPLIT_K_ENTRY = SOURCE_ENTRY | {
+    "note": '"tactics that it uses by padded token count from 4 tokens on; no times; not measured by this project"'
+}
+SPLIT_K_ARCHES = ("sm100", "sm103")
+#: The fewest tokens that the public dispatch gives to split-K.
+SPLIT_K_FEWEST = 4
+
 #: Device classes: (SM count, memory, GB/s, where that is from). The SM count is the one that CUDA reports, for
 #: that is what a device is compared with; whole chips have more.
 DEVICES = {
@@ -97,30 +106,47 @@ def runs(tokens: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-def cell_lines(fused_a: list[int], skinny: dict[str, dict[str, int]]) -> list[str]:
+def cell_lines(fused_a: list[int], skinny: dict[str, dict[str, int]], tactics: dict[str, list[int]]) -> list[str]:
+    """Cells in the order of M. ``tactics``: padded tokens -> (rows, token columns, split, stages), for what is left of M."""
     cells = {}
     for first, last in runs(fused_a):
-        m = str(first) if first == last else f'"{first}..{last}"'
-        cells[first] = f'  {{m = {m}, backend = "fused_a"}},'
+        cells[first] = f'  {{m = {tokens(first, last)}, backend = "fused_a"}},'
     for m, config in skinny.items():
         if int(m) in fused_a:
             raise SystemExit(f"{SOURCE.name}: M = {m} is in both skinny and fused_a_tokens")
         fields = "".join(f", {key} = {value}" for key, value in config.items())
         cells[int(m)] = f'  {{m = {m}, backend = "skinny"{fields}}},'
+    least = SPLIT_K_FEWEST
+    for padded, tactic in tactics.items():
+        left = [m for m in range(least, int(padded) + 1) if m not in fused_a and str(m) not in skinny]
+        fields = "".join(f", {key} = {value}" for key, value in zip(("rows", "token_columns", "split", "stages"), tactic))
+        for first, last in runs(left):
+            cells[first] = f'  {{m = {tokens(first, last)}, backend = "split_k"{fields}, source = "{SPLIT_K_KEY}"}},'
+        least = int(padded) + 1
     return [cells[m] for m in sorted(cells)]
 
 
-def row_lines(row: dict[str, Any], names: dict[tuple[int, int], str]) -> list[str]:
+def tokens(first: int, last: int) -> str:
+    return str(first) if first == last else f'"{first}..{last}"'
+
+
+def row_lines(row: dict[str, Any], names: dict[tuple[int, int], str], tactics: dict[str, list[int]]) -> list[str]:
     label = row["projection"] or names[row["n"], row["k"]]
     lines = ["", "[[projection]]", f"n = {row['n']}", f"k = {row['k']}", f'label = "{label}"']
-    lines += ["cells = [", *cell_lines(row["fused_a_tokens"], row["skinny"]), "]"]
+    lines += ["cells = [", *cell_lines(row["fused_a_tokens"], row["skinny"], tactics), "]"]
     if row["skinny_residual"]:
-        lines += ["residual_cells = [", *cell_lines([], row["skinny_residual"]), "]"]
+        lines += ["residual_cells = [", *cell_lines([], row["skinny_residual"], {}), "]"]
     return lines
 
 
-def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str]) -> str:
-    """The TOML text of one table."""
+def split_k_tactics(arch: str, published: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
+    """(n, k) -> what the public data has of split-K for a generation."""
+    groups = [published[key] for key in ("tp8", "tp16")] if arch in SPLIT_K_ARCHES else []
+    return {(row["n"], row["k"]): row for group in groups for row in group.values()}
+
+
+def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str], split_k: dict[str, Any]) -> str:
+    """The TOML text of one table. ``split_k``: the public tactics of split-K."""
     name, sm_count, memory, bandwidth, evidence = DEVICES[arch]
     if public["device"] != name:
         raise SystemExit(f"{SOURCE.name}: {arch}: device is {public['device']!r}, need {name!r}")
@@ -137,8 +163,15 @@ def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str])
         lines += ["", "# What a cell that names no provenance has.", "[defaults]"]
         lines += ['provenance = "public"', f'source = "{SOURCE_KEY}"']
         lines += ["", f"[sources.{SOURCE_KEY}]", *(f"{key} = {value}" for key, value in SOURCE_ENTRY.items())]
-        for row in public["table"]:
-            lines += row_lines(row, names)
+        tactics = split_k_tactics(arch, split_k)
+        if tactics:
+            lines += ["", f"[sources.{SPLIT_K_KEY}]", *(f"{key} = {value}" for key, value in SPLIT_K_ENTRY.items())]
+        nothing = {"fused_a_tokens": [], "skinny": {}, "skinny_residual": {}}
+        known = {(row["n"], row["k"]) for row in public["table"]}
+        rows = public["table"] + [nothing | row for key, row in tactics.items() if key not in known]
+        for row in rows:
+            published = tactics.get((row["n"], row["k"]), {})
+            lines += row_lines(row, names, published.get("tactics_by_padded_tokens", {}))
     return "\n".join(lines) + "\n"
 
 
@@ -150,7 +183,7 @@ def outputs() -> dict[str, str]:
     for arch in DEVICES:
         path = TABLES / f"{FAMILY}_{arch}.toml"
         present = path.read_text(encoding="utf-8") if path.is_file() else ""
-        found[path.name] = with_measured(render(arch, public[arch], names), present)
+        found[path.name] = with_measured(render(arch, public[arch], names, public["split_k_sm100"]), present)
     return found
 
 

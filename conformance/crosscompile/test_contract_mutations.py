@@ -34,7 +34,9 @@ def _recompiled(unit) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         kernel = compile_now(unit, f"--keep-cubin --keep-ptx --dump-dir={folder}")
         constants = frozenset(map(int, re.findall(r"constant\((\d+) : i64\)", str(kernel.ir_module))))
-        return Compiled(read_cubin(next(Path(folder).glob("*.cubin"))), next(Path(folder).glob("*.ptx")).read_text(), constants)
+        return Compiled(
+            read_cubin(next(Path(folder).glob("*.cubin"))), next(Path(folder).glob("*.ptx")).read_text(), constants
+        )
 
 
 def _nothing(*arguments) -> None:
@@ -126,7 +128,11 @@ CHANGED = [
     ("tensor_maps_are_acquired", "split_k", _in_ptx(r"cvta\.param\.u64( \t%\w+), (%\w+);", r"ld.global.b64 \1, [\2];")),
     ("remote_sums_are_acquired", "split_k", _in_ptx(r"\.acquire\.cluster", "")),
     ("weights_and_they_alone_leave_l2_first", "split_k", _in_ptx(str(device.EVICT_LAST), str(device.EVICT_FIRST))),
-    ("weights_and_they_alone_leave_l2_first", "skinny", _in_ptx(r"ld\.global(\.v4[^;]*);", rf"ld.global.L2::cache_hint\1, {device.EVICT_FIRST};", 1)),
+    (
+        "weights_and_they_alone_leave_l2_first",
+        "skinny",
+        _in_ptx(r"ld\.global(\.v4[^;]*);", rf"ld.global.L2::cache_hint\1, {device.EVICT_FIRST};", 1),
+    ),
 ]
 
 

@@ -1,12 +1,17 @@
-"""``split_k`` compiles for every generation without a GPU: shared memory as reckoned, its tensor cores as they should be."""
+"""``split_k`` compiles for every generation without a GPU: products and hand-overs as its config says."""
 
 from __future__ import annotations
 
+import ast
 import re
 import tempfile
 from pathlib import Path
 
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as blackwell
 import pytest
+from cutlass import BFloat16, Float32
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from conformance.cases import SPLIT_K_CONFIGS, unit_id, written_units
 from conformance.machine_code import compiled
@@ -21,7 +26,9 @@ def test_the_products_are_as_the_config_says(arch):
     assert {unit.spec.config.token_columns for unit in units} == set(widths)
     for unit in units:
         made = compiled(unit)
-        problem = _wgmma_problem(unit, made.code.sass) if arch == SM90 else _tcgen05_problem(unit, made.code.sass, made.ptx)
+        problem = (
+            _wgmma_problem(unit, made.code.sass) if arch == SM90 else _tcgen05_problem(unit, made.code.sass, made.ptx)
+        )
         assert problem is None, f"{unit_id(unit)}: {problem}"
 
 
@@ -29,7 +36,9 @@ def _wgmma_problem(unit, sass: str) -> str | None:
     multiplies = 4 * unit.spec.config.k_blocks
     # Two waits in all: inside the loop for the stage before, after it for the last. More means ptxas serialised them.
     if (sass.count("HGMMA"), sass.count("WARPGROUP.DEPBAR")) != (multiplies, 2):
-        return f"{sass.count('HGMMA')} wgmmas, {sass.count('WARPGROUP.DEPBAR')} waits for them; expected {multiplies}, 2"
+        return (
+            f"{sass.count('HGMMA')} wgmmas, {sass.count('WARPGROUP.DEPBAR')} waits for them; expected {multiplies}, 2"
+        )
 
 
 def _tcgen05_problem(unit, sass: str, ptx: str) -> str | None:
@@ -50,6 +59,54 @@ def _tcgen05_problem(unit, sass: str, ptx: str) -> str | None:
     loads = re.findall(r"tcgen05\.ld\.sync\.aligned\.16x256b\.x(\d+)\.b32", ptx)
     if loads != [str(config.token_columns // 8)]:
         return f"loads of tensor memory x{loads}"
+
+
+def test_sums_lie_in_tensor_memory_as_the_epilogue_takes_them():
+    """CuTe's own layouts of a product of 64 rows and of 16x256b loads, against ``split_k_epilogue``'s acc[4 group + q]."""
+    found = {}
+
+    @cute.jit
+    def layouts():
+        for columns, repeat in ((8, tcgen05.Repetition.x1), (64, tcgen05.Repetition.x8)):
+            mma = blackwell.make_trivial_tiled_mma(
+                BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, tcgen05.CtaGroup.ONE, (64, columns)
+            )
+            sums = mma.make_fragment_C(mma.partition_shape_C((64, columns)))
+            load = tcgen05.make_tmem_copy(cute.make_copy_atom(tcgen05.Ld16x256bOp(repeat), Float32), sums[(None, None), 0, 0])
+            found[columns] = (str(sums.layout), str(load.layout_dst_tv_tiled), str(load.tiler_mn))
+
+    cute.compile(layouts, options="--gpu-arch=sm_100a")
+    # A row's 16s are 32 lanes apart, a lane is 65536; a column is a column.
+    assert found[8][0] == "(((16,4),8),1,1):(((65536,2097152),1),0,0)"
+    assert found[64][0] == "(((16,4),64),1,1):(((65536,2097152),1),0,0)"
+    for columns, (_, loaded, tile) in found.items():
+        # Of a tile, row 16 a + b is at 4 b + a, and a column is 64 further on.
+        assert tile == f"((4,16):(16,1), {columns}:1)"
+        place = _layout(loaded)
+        for thread in range(128):
+            for value in range(columns // 2):
+                column, row = divmod(place(thread, value), 64)
+                row = row % 4 * 16 + row // 4
+                group, q, lane = value // 4, value % 4, thread % 32
+                expected = (16 * (thread // 32) + lane // 4 + 8 * (q // 2), 8 * group + 2 * (lane % 4) + q % 2)
+                assert (row, column) == expected, f"{columns} columns, thread {thread}, value {value}"
+
+
+def _layout(text: str):
+    """(thread, value) -> index, of a printed layout of two modes, the first index of each mode running fastest."""
+    shape, stride = (ast.literal_eval(part) for part in text.split(":"))
+
+    def offset(index: int, shape, stride) -> int:
+        total = 0
+        for extent, step in zip(_flat(shape), _flat(stride)):
+            total, index = total + index % extent * step, index // extent
+        return total
+
+    return lambda thread, value: offset(thread, shape[0], stride[0]) + offset(value, shape[1], stride[1])
+
+
+def _flat(nested) -> list[int]:
+    return [nested] if isinstance(nested, int) else [one for part in nested for one in _flat(part)]
 
 
 @pytest.mark.parametrize("point", HOLD_POINTS)

@@ -46,7 +46,8 @@ class Step:
     """``code``: the function that it stands for, "module.Class.function" in lowlat_gemm/kernels; ``source``: what is
     written there. Variables: ``waits``, what ``ready`` looks at; ``reads`` and ``writes``, what ``run`` does (a written
     one may be read); ``adds``, what it changes in a way that commutes. A variable that begins as an int is a counter: a
-    wait for one that is over stays over. ``joint``: every thread that adds to what it waits for has to, before it is ready.
+    wait for one that is over stays over. ``joint``: every thread that adds to what it waits for has
+    to, before it is ready.
     """
 
     what: str
@@ -87,7 +88,9 @@ class _Touch:
     joint: bool = False
 
     def __or__(self, other: "_Touch") -> "_Touch":
-        return _Touch(self.waits | other.waits, self.reads | other.reads, self.writes | other.writes, self.adds | other.adds)
+        return _Touch(
+            self.waits | other.waits, self.reads | other.reads, self.writes | other.writes, self.adds | other.adds
+        )
 
     def depends(self, later: "_Touch", counters: int) -> bool:
         """Whether the order of this step, which is ready, and of any in ``later`` may matter."""
@@ -118,7 +121,7 @@ def _touches(threads: list[Thread], names: list[str]) -> tuple[list, list]:
 
 
 def explore(threads: list[Thread], start: Mapping[str, Any], *, reduced: bool = True, limit: int = 500_000) -> Outcome:
-    """Walks every order from ``start``, or with ``reduced`` enough of them. Raises RuntimeError beyond ``limit`` states."""
+    """Walks every order from ``start``, or with ``reduced`` enough of them. RuntimeError beyond ``limit`` states."""
     names = sorted(start)
     here, onward = _touches(threads, names)
     counters = sum(1 << i for i, name in enumerate(names) if type(start[name]) is int)

@@ -1,4 +1,4 @@
-"""The model of split_k's pipeline: every order of every small size ends well, each mistake is found, steps are the code's."""
+"""The model of split_k's pipeline: every order ends well, each mistake is found, its steps are the code's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from conformance.model.bugs import BUGS, HARMLESS
 from conformance.model.explore import Step, Thread, explore
-from conformance.model.pipeline import BUGS, HARMLESS, Pipeline, Size, check
+from conformance.model.parts import Size
+from conformance.model.pipeline import Pipeline, check
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels.split_k import SplitKConfig, why_not
 
@@ -124,8 +126,13 @@ def _counter(name: str) -> Thread:
         view["x"] = view[f"held by {name}"] + 1.0
 
     held = frozenset([f"held by {name}"])
-    return Thread(name, [Step("reads", reads=frozenset(["x"]), writes=held, run=read),
-                         Step("writes", reads=held, writes=frozenset(["x"]), run=write)])  # fmt: skip
+    return Thread(
+        name,
+        [
+            Step("reads", reads=frozenset(["x"]), writes=held, run=read),
+            Step("writes", reads=held, writes=frozenset(["x"]), run=write),
+        ],
+    )
 
 
 def test_a_lost_update_is_found():
@@ -136,7 +143,9 @@ def test_a_lost_update_is_found():
     threads = [_counter("a"), _counter("b")]
     for thread in threads:
         thread.steps.append(Step("is done", adds=frozenset(["done"]), run=lambda v: v.change("done", lambda n: n + 1)))
-    last = Step("looks", waits=frozenset(["done"]), reads=frozenset(["x"]), ready=lambda v: v["done"] == 2, run=check_sum)
+    last = Step(
+        "looks", waits=frozenset(["done"]), reads=frozenset(["x"]), ready=lambda v: v["done"] == 2, run=check_sum
+    )
     outcome = explore([*threads, Thread("c", [last])], {"x": 0.0, "held by a": 0.0, "held by b": 0.0, "done": 0})
     assert outcome.problem == "c: looks: x is 1.0" and outcome.tale[0].endswith("reads")
 
@@ -178,9 +187,25 @@ def test_steps_stand_for_code_that_is_there():
 
 def test_every_synchronisation_of_the_code_is_in_the_model():
     """The waits, arrivals and hand-overs of the functions that the model names: each is a step's source."""
-    words = ("mbarrier_wait(", "mbarrier_arrive(", "cluster_wait()", "cluster_arrive", "wait_group(", "give_back_when_done(empty",
-             "give_back_when_done(token", "give_back_when_done(tensor", "wait_for_previous_kernel()", "let_next_kernel_start()",
-             "wait_for_cluster_data(", "tensor_memory.wait(", " wait(", "store_async_dsmem(", "alloc_tmem(", "dealloc_tmem(", "sync_threads()")  # fmt: skip
+    words = (
+        "mbarrier_wait(",
+        "mbarrier_arrive(",
+        "cluster_wait()",
+        "cluster_arrive",
+        "wait_group(",
+        "give_back_when_done(empty",
+        "give_back_when_done(token",
+        "give_back_when_done(tensor",
+        "wait_for_previous_kernel()",
+        "let_next_kernel_start()",
+        "wait_for_cluster_data(",
+        "tensor_memory.wait(",
+        " wait(",
+        "store_async_dsmem(",
+        "alloc_tmem(",
+        "dealloc_tmem(",
+        "sync_threads()",
+    )
     steps = _named_steps()
     for code in sorted({code for code, _ in steps} - {"split_k_epilogue.ClusterEpilogue.store"}):
         known = [source for name, source in steps if name == code]

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.usefixtures("clean_settings", "public_world", "split_k_
 
 @pytest.fixture
 def split_k_proven(monkeypatch):
-    """The dispatcher as it is once split_k's run is recorded."""
-    monkeypatch.setitem(registry._BACKENDS, "split_k", replace(registry._BACKENDS["split_k"], proven=True))
+    """The dispatcher as it is where split_k's run is recorded."""
+    proven = frozenset(registry._BACKENDS["split_k"].kernel_modules.values())
+    monkeypatch.setitem(registry._BACKENDS, "split_k", replace(registry._BACKENDS["split_k"], proven=proven))
 
 
 N, K = 64, 1024
@@ -86,7 +87,7 @@ def test_the_residual_epilogue_is_judged_by_itself(monkeypatch):
 
 
 def test_what_is_not_proven_is_not_dispatched(monkeypatch):
-    monkeypatch.setitem(registry._BACKENDS, "split_k", replace(registry._BACKENDS["split_k"], proven=False))
+    monkeypatch.setitem(registry._BACKENDS, "split_k", replace(registry._BACKENDS["split_k"], proven=frozenset()))
     use_table(monkeypatch, fake_table(ONE_SPLIT, n=N, k=K))
     plan = plan_for(SM90, N, K)
     assert plan.units() == [] and entry_refusal(plan, 1, False).reason is Reason.BACKEND_NOT_BUILT

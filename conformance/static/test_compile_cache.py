@@ -139,7 +139,7 @@ def units(arch) -> list[tuple[tuple, CompileUnit]]:
     """Every skinny cell of the public tables of ``arch``, and what must be compiled for it."""
     found = []
     for key, cell in load_table("kimi_k3", arch).cells():
-        implementation = backend(cell.backend)
+        implementation = backend(cell.backend, arch)
         if implementation is not None:
             config = implementation.parse_config(cell.config)
             found.append((key, implementation.compile_unit(arch, key.n, key.k, key.m, config, residual=key.residual)))

@@ -34,7 +34,7 @@ def packages(monkeypatch):
 
 @pytest.mark.parametrize("arch", ARCHES, ids=str)
 def test_a_cell_of_a_backend_that_is_not_built_is_selected_and_says_so(arch):
-    keys = [key for key, cell in load_table("kimi_k3", arch).cells() if cell.backend not in built_backends()]
+    keys = [key for key, cell in load_table("kimi_k3", arch).cells() if cell.backend not in built_backends(arch)]
     for n, k, m, residual in keys:
         decision = explain(m, n, k, arch=arch, has_residual=residual)
         assert decision.refusal.reason is Reason.BACKEND_NOT_BUILT and decision.backend in str(decision), str(decision)

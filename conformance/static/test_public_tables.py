@@ -21,9 +21,24 @@ def _public_rows(arch: str) -> list[dict]:
     return entry["table"] if "table" in entry else _public_rows(entry["inherits"])
 
 
+def _split_k_cells(arch: str) -> dict[tuple[int, int, int, bool], tuple[str, dict[str, int]]]:
+    """From 4 tokens on, by the padded count; the public data says for SM100 and SM103."""
+    if arch not in ("sm100", "sm103"):
+        return _split_k_cells(PUBLIC[arch]["inherits"]) if "inherits" in PUBLIC[arch] else {}
+    cells = {}
+    for group in ("tp8", "tp16"):
+        for row in PUBLIC["split_k_sm100"][group].values():
+            for m in range(4, 65):
+                padded = next(p for p in ("8", "16", "32", "64") if m <= int(p))
+                rows, columns, split, stages = row["tactics_by_padded_tokens"][padded]
+                config = {"rows": rows, "token_columns": columns, "split": split, "stages": stages}
+                cells[row["n"], row["k"], m, False] = ("split_k", config)
+    return cells
+
+
 def _public_cells(arch: str) -> dict[tuple[int, int, int, bool], tuple[str, dict[str, int]]]:
     """(n, k, m, residual) -> (backend, config)."""
-    cells = {}
+    cells = _split_k_cells(arch)
     for row in _public_rows(arch):
         for m in row["fused_a_tokens"]:
             cells[row["n"], row["k"], m, False] = ("fused_a", {})
@@ -49,8 +64,9 @@ def _public_choice(arch: str, n: int, k: int, m: int, residual: bool) -> str | N
                 return "skinny" if str(m) in row["skinny_residual"] else None
             if str(m) in row["skinny"]:
                 return "skinny"
-            return "fused_a" if m in row["fused_a_tokens"] else None
-    return None
+            if m in row["fused_a_tokens"]:
+                return "fused_a"
+    return "split_k" if (n, k, m, residual) in _split_k_cells(arch) else None
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -38,7 +38,7 @@ def test_select_plan_and_explain_agree_with_the_table(arch, n, k):
         if set(said.values()) != {expected}:
             wrong[m, residual] = (expected, said)
         # What runs is what the table names and this build has: nothing more, nothing less.
-        if decision.runs != (expected in built_backends()) or decision.runs != (entry is not None and entry.refusal is None):
+        if decision.runs != (expected in built_backends(arch)) or decision.runs != (entry is not None and entry.refusal is None):
             wrong[m, residual] = (expected, str(decision))
         if cell and (decision.config, decision.provenance) != (cell.config, cell.provenance):
             wrong[m, residual] = (cell, decision)

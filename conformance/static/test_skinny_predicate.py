@@ -158,8 +158,9 @@ def test_a_unit_is_for_every_n_and_every_k_that_has_a_whole_chunk():
 
 
 def test_the_registry_has_the_predicate_that_is_tested_here():
-    found = backend("skinny")
+    found = backend("skinny", SM90)
     assert found.why_not is skinny.why_not and found.parse_config is parse_config and found.name == "skinny"
-    assert built_backends() == tuple(name for name in BACKEND_NAMES if backend(name) is not None)
+    for arch in ARCHES:
+        assert built_backends(arch) == tuple(name for name in BACKEND_NAMES if backend(name, arch) is not None)
     with pytest.raises(ValueError, match="'cute'.*skinny, fused_a, split_k, flashinfer"):
-        backend("cute")
+        backend("cute", SM90)

@@ -9,7 +9,7 @@ import pytest
 from conformance.cases import SPLIT_K_CONFIGS
 from lowlat_gemm.arch import ARCHES, SM90, SM100, SM107
 from lowlat_gemm.backends import CONFIG_KEYS
-from lowlat_gemm.kernels.registry import kernel_module
+from lowlat_gemm.kernels.registry import built_backends, kernel_module
 from lowlat_gemm.kernels.split_k import (
     SplitKConfig,
     compile_unit,
@@ -112,3 +112,9 @@ def test_one_compile_serves_every_shape_and_m():
 def test_two_kernels_share_an_sm_with_the_public_ring():
     """The ring of 13 stages of 56 rows was chosen so: 228 KB an SM, one KB a CTA for the system."""
     assert 2 * (shared_memory_bytes(GOOD) + 1024) <= 228 * 1024
+
+@pytest.mark.parametrize("arch", ARCHES, ids=str)
+def test_split_k_is_dispatched_where_its_code_has_been_run(arch):
+    """wgmma has a record, tcgen05 has none; skinny and fused_a are one source for all generations."""
+    assert ("split_k" in built_backends(arch)) == (arch == SM90)
+    assert {"skinny", "fused_a"} <= set(built_backends(arch))

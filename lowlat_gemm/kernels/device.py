@@ -89,6 +89,17 @@ def unpack_words(words: list[Uint32], dtype) -> list[Float32]:
     return values
 
 
+def add_products(total: Float32, x_word: Uint32, w_word: Uint32, dtype) -> Float32:
+    """``total`` plus the products of two packed BF16 or FP16 pairs, the lower first: SM100 and on (PTX ISA, fma)."""
+    kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 xl, xh, wl, wh;\n.reg .f32 lower;\nmov.b32 {xl, xh}, {$r0};\nmov.b32 {wl, wh}, {$r1};\n"
+        f"fma.rn.f32.{kind} lower, xl, wl, {{$r2}};\nfma.rn.f32.{kind} {{$w0}}, xh, wh, lower;\n}}",
+        write_only_types=[Float32],
+        read_only_args=[x_word, w_word, total],
+    )
+
+
 def sum_over_warp(values: list[Float32], lane: Int32) -> list[tuple[Float32, Int32]]:
     """Sums each of ``values`` over the 32 lanes of a warp, in about one shuffle a value.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..arch import ARCHES, SM90, Arch
 from ..backends import BACKEND_NAMES
-from . import fused_a, skinny, split_k
+from . import fused_a, kda, skinny, split_k
 from .compile_cache import CompileUnit
 
 
@@ -27,8 +27,8 @@ class Backend:
     holds it and ``compile_kernel``.
     ``invariance(config)``: what a token's bits depend on besides its own row. Two configs of equal answers give equal
     bits at every M, however large; None: the bits, or whether it can serve, depend on M.
-    ``proven``: whether hw_matrix/records shows its cells right on hardware and nothing open against it. Until then it
-    compiles and is tested, and the dispatcher takes it for not built.
+    ``proven``: the modules of ``kernel_modules`` whose code hw_matrix/records shows right on some generation, with nothing
+    open against it. Until then it compiles and is tested, and the dispatcher takes it for not built.
     """
 
     name: str
@@ -37,16 +37,20 @@ class Backend:
     compile_unit: Callable[..., CompileUnit]
     kernel_modules: Mapping[str, str]
     invariance: Callable[[Any], Hashable | None]
-    proven: bool
+    proven: frozenset[str]
+
+    def proven_on(self, arch: Arch) -> bool:
+        """Whether the code that runs on ``arch`` has been run: by one generation for all that share it."""
+        return self.kernel_modules.get(arch.compile_target) in self.proven
 
 
 def _on_every_generation(code: str) -> dict[str, str]:
     return {arch.compile_target: code for arch in ARCHES}
 
 
-def _backend(host, code: Mapping[str, str], *, invariance: Callable[[Any], Hashable | None], proven: bool) -> Backend:
+def _backend(host, code: Mapping[str, str], *, invariance: Callable[[Any], Hashable | None], proven: set[str]) -> Backend:
     """The backend of a kernel's host-side module ``host``; ``code``: its ``kernel_modules``."""
-    return Backend(host.NAME, host.parse_config, host.why_not, host.compile_unit, code, invariance, proven)
+    return Backend(host.NAME, host.parse_config, host.why_not, host.compile_unit, code, invariance, frozenset(proven))
 
 
 _SPLIT_K_CODE = _on_every_generation("split_k_sm100_kernel") | {SM90.compile_target: "split_k_sm90_kernel"}
@@ -55,24 +59,29 @@ _SPLIT_K_CODE = _on_every_generation("split_k_sm100_kernel") | {SM90.compile_tar
 _BACKENDS = {
     made.name: made
     for made in (
-        _backend(skinny, _on_every_generation("skinny_kernel"), invariance=lambda config: None, proven=True),
-        _backend(fused_a, _on_every_generation("fused_a_kernel"), invariance=lambda config: (fused_a.NAME, config), proven=True),
-        _backend(split_k, _SPLIT_K_CODE, invariance=lambda config: (split_k.NAME, config.split), proven=True),
+        _backend(skinny, _on_every_generation("skinny_kernel"), invariance=lambda config: None, proven={"skinny_kernel"}),
+        _backend(fused_a, _on_every_generation("fused_a_kernel"), invariance=lambda config: (fused_a.NAME, config), proven={"fused_a_kernel"}),
+        # Nobody has run it from SM100 on.
+        _backend(split_k, _SPLIT_K_CODE, invariance=lambda config: (split_k.NAME, config.split), proven={"split_k_sm90_kernel"}),
     )
 }
 
 
-def backend(name: str) -> Backend | None:
-    """The backend of that name, or None when the dispatcher does not have it yet. ValueError for an unknown name."""
+#: Kernels that no table names: they are launched by what knows its projections.
+_BESIDE_BACKENDS = {kda.NAME: _on_every_generation("kda_kernel")}
+
+
+def backend(name: str, arch: Arch) -> Backend | None:
+    """The backend of that name, or None when the dispatcher does not have it yet on ``arch``. ValueError: no such name."""
     if name not in BACKEND_NAMES:
         raise ValueError(f"unknown backend {name!r}: known are {', '.join(BACKEND_NAMES)}")
     found = _BACKENDS.get(name)
-    return found if found is not None and found.proven else None
+    return found if found is not None and found.proven_on(arch) else None
 
 
-def built_backends() -> tuple[str, ...]:
-    """Names of the backends that the dispatcher has, in the closed set's order."""
-    return tuple(name for name in BACKEND_NAMES if backend(name) is not None)
+def built_backends(arch: Arch) -> tuple[str, ...]:
+    """Names of the backends that the dispatcher has on ``arch``, in the closed set's order."""
+    return tuple(name for name in BACKEND_NAMES if backend(name, arch) is not None)
 
 
 def every_backend() -> Mapping[str, Backend]:
@@ -82,7 +91,8 @@ def every_backend() -> Mapping[str, Backend]:
 
 def kernel_module(name: str, target: str) -> str:
     """Name of the module with a kernel's CuTe DSL code for a compile target, proven or not. KeyError: there is none."""
-    return _BACKENDS[name].kernel_modules[target]
+    modules = _BACKENDS[name].kernel_modules if name in _BACKENDS else _BESIDE_BACKENDS[name]
+    return modules[target]
 
 
 #: Modules that compiling and launching needs, with the package that brings each.

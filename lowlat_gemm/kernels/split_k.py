@@ -142,7 +142,13 @@ def shared_memory_bytes(config: SplitKConfig, output_dtype: str = "bfloat16", *,
     staged_bytes = 4 if residual else _BYTES[output_dtype]
     staged = config.warpgroups * config.groups_per_rank * 8 * staging_pitch(config, staged_bytes) * staged_bytes
     # The rings begin on the 1024 bytes that the swizzle repeats in.
-    return _round_up(8 * (barriers(config) + TENSOR_MEMORY_WORDS)) + _round_up(weights) + tokens + 4 * landing_words(config) + staged
+    return (
+        _round_up(8 * (barriers(config) + TENSOR_MEMORY_WORDS))
+        + _round_up(weights)
+        + tokens
+        + 4 * landing_words(config)
+        + staged
+    )
 
 
 def barriers(config: SplitKConfig) -> int:
@@ -187,7 +193,7 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: SplitKConfig, *, residua
 
 
 def _tensor_memory_problem(arch: Arch, columns: int, shared: int) -> str | None:
-    """Why CTAs of ``columns`` columns and ``shared`` bytes might wait for each other's tensor memory; None: they never do.
+    """Why CTAs of ``columns`` columns and ``shared`` bytes might wait for each other's tensor memory, or None.
 
     A CTA whose allocation blocks while peers of its cluster wait for its sums is a deadlock. No mix of CTAs that shared
     memory admits to an SM runs out of columns when each takes no larger a share of the columns than of the memory.
@@ -195,7 +201,9 @@ def _tensor_memory_problem(arch: Arch, columns: int, shared: int) -> str | None:
     per_sm = arch.shared_memory_bytes + CTA_RESERVED_BYTES
     needed = -(-columns * per_sm // TENSOR_COLUMNS_PER_SM) - CTA_RESERVED_BYTES
     if shared < needed:
-        return f"{shared} bytes of shared memory, at least {needed} with {columns} columns of tensor memory: more stages"
+        return (
+            f"{shared} bytes of shared memory, at least {needed} with {columns} columns of tensor memory: more stages"
+        )
     return None
 
 

@@ -1,7 +1,8 @@
 """What ``split_k`` does with its sums on every generation: the exchange over the cluster and the store of y.
 
-A thread of warp w of a row warpgroup holds four sums of each group of 8 tokens, as the accumulators of wgmma lie and as
-16x256b loads of tensor memory give them: acc[4 * group + q] is row 16 w + lane / 4 + 8 (q / 2), token 2 (lane % 4) + q % 2.
+A thread of warp w of a row warpgroup holds four sums of each group of 8 tokens, as the accumulators of wgmma lie and
+as 16x256b loads of tensor memory give them: acc[4 * group + q] is row 16 w + lane / 4 + 8 (q / 2) and token
+2 (lane % 4) + q % 2.
 """
 
 import cutlass
@@ -13,7 +14,7 @@ from .split_k import WARPGROUP_ROWS, staging_pitch
 
 
 class ClusterEpilogue:
-    """The methods of a kernel class that has ``config``, ``residual``, ``out_dtype``, ``staged_dtype`` and ``waits_before_store``."""
+    """Methods of a class that has ``config``, ``residual``, ``out_dtype``, ``staged_dtype``, ``waits_before_store``."""
 
     @cute.jit
     def landing_slot(self, landing, sender, warpgroup_index, group, thread_in_group):
@@ -97,7 +98,10 @@ class ClusterEpilogue:
             if index < total and n < n_extent and token < m_extent:
                 values = cute.make_rmem_tensor((vector,), self.staged_dtype)
                 source = cute.make_ptr(
-                    self.staged_dtype, (mine + (local * pitch + column)).toint(), cute.AddressSpace.smem, assumed_align=16
+                    self.staged_dtype,
+                    (mine + (local * pitch + column)).toint(),
+                    cute.AddressSpace.smem,
+                    assumed_align=16,
                 )
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(vector)), values)
                 if aligned and n + vector <= n_extent:

@@ -1,7 +1,7 @@
-"""The CuTe DSL code of ``split_k`` that generations share: rings, PDL order, cluster; ``split_k.py`` has the decomposition.
+"""The CuTe DSL code of ``split_k`` that generations share: rings, PDL order, cluster. ``split_k.py`` says what it does.
 
-Warps of a CTA: 4 a row warpgroup (sums, reduction, store), then the weight producer, then the token producer, then those
-that a generation adds for its tensor cores.
+Warps of a CTA: 4 a row warpgroup (sums, reduction, store), then the weight producer, the token producer, and those that
+a generation adds for its tensor cores.
 
 Barriers, all in shared memory:
     full[s]      weight stage s has arrived (with one ring: its tokens too)      producer(s) -> tensor cores
@@ -77,8 +77,12 @@ class SplitKGemm(ClusterEpilogue):
         sX_layout = cute.tile_to_shape(atom, (c.token_columns, c.stage_k, c.token_ring), order=(0, 1, 2))
         load = cpasync.CopyBulkTensorTileG2SOp()
         weight_tile, token_tile = (c.rows, c.stage_k), (c.token_columns, c.stage_k)
-        tma_w, gW = cpasync.make_tiled_tma_atom(load, mW, cute.tile_to_shape(atom, weight_tile, order=(0, 1)), weight_tile)
-        tma_x, gX = cpasync.make_tiled_tma_atom(load, mX, cute.tile_to_shape(atom, token_tile, order=(0, 1)), token_tile)
+        tma_w, gW = cpasync.make_tiled_tma_atom(
+            load, mW, cute.tile_to_shape(atom, weight_tile, order=(0, 1)), weight_tile
+        )
+        tma_x, gX = cpasync.make_tiled_tma_atom(
+            load, mX, cute.tile_to_shape(atom, token_tile, order=(0, 1)), token_tile
+        )
         row_tiles = cute.ceil_div(cute.size(mW, mode=[0]), c.rows)
         token_tiles = cute.ceil_div(cute.size(mX, mode=[0]), c.token_columns)
         self.kernel(tma_w, gW, tma_x, gX, mR, mY, tiled_mma, sW_layout, sW_mma_layout, sX_layout).launch(
@@ -186,7 +190,9 @@ class SplitKGemm(ClusterEpilogue):
             operands = (tiled_mma, cute.make_tensor(sW.iterator, sW_mma_layout.outer), sX)
             rings = (full, empty, token_full, token_empty, stage_count)
             mailbox = (landing, landed, owned)
-            self.multiply_and_finish(operands, rings, mailbox, tensor, staged, mR, mY, rank, row_tile, token_tile, warp, thread)
+            self.multiply_and_finish(
+                operands, rings, mailbox, tensor, staged, mR, mY, rank, row_tile, token_tile, warp, thread
+            )
         self.hold_back("exit", rank)
 
     @cute.jit
@@ -270,7 +276,7 @@ class SplitKGemm(ClusterEpilogue):
 
 
 def compile_unit_of(gemm: SplitKGemm, unit: CompileUnit, compile_function, options: str):
-    """Compiles ``gemm`` for ``unit`` from extents and strides alone. ``compile_function``: ``cute.compile`` or a stand-in."""
+    """Compiles ``gemm`` for ``unit`` from extents and strides alone, by ``cute.compile`` or a stand-in."""
     spec: SplitKSpec = unit.spec
     dtype, out_dtype = _DTYPES[spec.input_dtype], _DTYPES[spec.output_dtype]
     m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)

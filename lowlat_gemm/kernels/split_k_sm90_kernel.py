@@ -1,4 +1,4 @@
-"""``split_k`` on SM90: wgmma by the row warpgroups themselves, sums in registers. ``split_k_pipeline.py`` has the rest."""
+"""``split_k`` on SM90: wgmma by the row warpgroups themselves, sums in registers; the rest is shared."""
 
 import cutlass
 import cutlass.cute as cute

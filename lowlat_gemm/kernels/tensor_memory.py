@@ -1,8 +1,8 @@
 """Tensor memory (SM100 and on): who may have it, and how tcgen05 work of one thread is handed to another.
 
 tcgen05 instructions run beside the thread that issues them. An mbarrier orders threads, not those instructions: every
-hand-over is ``tcgen05.fence::before_thread_sync``, the barrier, ``tcgen05.fence::after_thread_sync``, unless the arrival
-is ``tcgen05.commit``, which waits for the products before it (PTX ISA, tcgen05 memory consistency model).
+hand-over is ``tcgen05.fence::before_thread_sync``, the barrier, ``tcgen05.fence::after_thread_sync``, unless the
+arrival is ``tcgen05.commit``, which waits for the products before it (PTX ISA, tcgen05 memory consistency model).
 
 Four words behind the barriers of a CTA, each barrier good for one phase, so that no wait can be for a later one:
 
@@ -103,8 +103,9 @@ def read_sums(words, address, warp, column, count: cutlass.Constexpr):
     wait(accumulated(words), 0)
     lanes = Int32(warp % 4) * (32 << 16)
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    load = f"tcgen05.ld.sync.aligned.16x256b.x{count // 4}.b32 {{{names}}}, [{{$r0}}];"
     sums = cute.arch.inline_ptx(
-        f"{{\ntcgen05.ld.sync.aligned.16x256b.x{count // 4}.b32 {{{names}}}, [{{$r0}}];\ntcgen05.wait::ld.sync.aligned;\n}}",
+        f"{{\n{load}\ntcgen05.wait::ld.sync.aligned;\n}}",
         write_only_types=[Float32] * count,
         read_only_args=[address.toint() + lanes + column],
     )

@@ -10,6 +10,7 @@ from typing import Any
 import lowlat_gemm
 from lowlat_gemm import settings
 from lowlat_gemm.dispatch import plan_for
+from lowlat_gemm.arch import parse_arch
 from lowlat_gemm.kernels.registry import built_backends, missing_packages
 from lowlat_gemm.kernels.wheels import mixed_wheels
 from lowlat_gemm.kernels.store import default_folder
@@ -63,7 +64,8 @@ def _table_health(family: str, arch: str) -> TableHealth:
         cells = [cell for _, cell in load_table(family, arch).cells()]
     except TableError as error:
         return TableHealth(family, arch, 0, 0, str(error))
-    return TableHealth(family, arch, len(cells), sum(cell.backend in built_backends() for cell in cells), None)
+    built = built_backends(parse_arch(arch))
+    return TableHealth(family, arch, len(cells), sum(cell.backend in built for cell in cells), None)
 
 
 def _nothing_runs(gpu: environment.Gpu, chosen: settings.Settings) -> str | None:

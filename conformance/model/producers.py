@@ -1,0 +1,107 @@
+"""The weight producer and the token producer, and the loads that they issue."""
+
+from __future__ import annotations
+
+from .explore import Thread, View
+from .parts import Parts, add, change_barrier
+
+
+class Producers(Parts):
+    """Steps of ``load_weights`` and ``load_tokens`` in ``split_k_pipeline.py``."""
+
+    def _load(self, thread: Thread, kind: str, r: int, i: int, full: str, code: str) -> None:
+        """Issues the i-th load of a ring: the barrier is armed, the stage is no longer what it was."""
+        ring = self.size.stages if kind == "weight" else self.size.token_ring
+        stage, issued = f"{kind} stage {i % ring} {r}", f"{kind}s issued {r}"
+
+        def issue(view: View) -> None:
+            change_barrier(view, full, arrivals=1, expected=1)
+            view[stage] = None
+            add(view, issued)
+            if kind == "token":
+                if not view["previous finished"]:
+                    view.fail("x is read while the previous kernel may write it")
+                view[f"tokens known {r}"] = True
+
+        def complete(view: View) -> None:
+            view[stage] = i
+            change_barrier(view, full, transactions=1)
+
+        self._step(
+            thread,
+            f"loads {kind} tile {i}",
+            code,
+            f"tma_bar_ptr={'full' if kind == 'weight' else 'token_full'} + slot",
+            reads=["previous finished"] if kind == "token" else [],
+            writes=[stage, *([f"tokens known {r}"] if kind == "token" else [])],
+            adds=[full, issued],
+            run=issue,
+        )
+        self._beside(f"TMA {kind} {i} of {r}", "completes", issued, i + 1, r, stage, full, complete)
+
+    def _weight_producer(self, r: int) -> None:
+        s, code = self.size, "split_k_pipeline.SplitKGemm.load_weights"
+        thread = self._thread(f"weight producer {r}")
+        releases = s.warpgroups if s.arch == "sm90" else 1
+        counts = [(name, 1 if s.token_stages else 2) for name in self.full] + [(name, releases) for name in self.empty]
+        if s.token_stages:
+            counts += [(name, 1) for name in self.token_full] + [(name, releases) for name in self.token_empty]
+        counts += [(f"landed {r}", 1), (f"previous {r}", 1)]
+        if s.arch == "sm100":
+            shared = self.one_pointer_barrier
+            counts += [
+                (f"allocated {r}", 1 + s.warpgroups if shared else 1),
+                (f"accumulated {r}", 1),
+                (f"drained {r}", s.warpgroups),
+            ]
+        self._begin(thread, r, counts)
+        for i in range(s.tiles):
+            if i == s.prefetch:
+                self._wait(thread, f"previous {r}", 0, code, "mbarrier_wait(previous, 0)")
+            turns = 0 if self.bug("phase_not_flipped") else i // s.stages
+            self._wait(thread, self.empty[i % s.stages], (1 + turns) % 2, code, "mbarrier_wait(empty + slot, phase)")
+            self._load(thread, "weight", r, i, self.full[i % s.stages], code)
+            if i == max(0, s.tiles - 1 - s.trigger):
+                if s.arch == "sm100" and not self.bug("next_kernel_before_allocation") and not self.one_pointer_barrier:
+                    self._wait(
+                        thread,
+                        f"allocated {r}",
+                        0,
+                        "split_k_sm100_kernel.SplitKSm100.before_next_kernel",
+                        "mbarrier_wait(tensor_memory.allocated(tensor), 0)",
+                    )
+                self._step(
+                    thread,
+                    "lets the next kernel start",
+                    code,
+                    "let_next_kernel_start()",
+                    adds=["triggered"],
+                    run=lambda v: add(v, "triggered", 1),
+                )
+        self._end(thread, r)
+
+    def _token_producer(self, r: int) -> None:
+        s, code = self.size, "split_k_pipeline.SplitKGemm.load_tokens"
+        kernel, thread = "split_k_pipeline.SplitKGemm.kernel", self._thread(f"token producer {r}")
+        self._begin(thread, r)
+        if not self.bug("tokens_before_pdl_wait"):
+            self._step(
+                thread,
+                "waits for the previous kernel",
+                kernel,
+                "wait_for_previous_kernel()",
+                waits=["previous finished"],
+                ready=lambda v: v["previous finished"],
+            )
+        self._arrive(thread, f"previous {r}", kernel, "mbarrier_arrive(previous)")
+        for i in range(s.tiles):
+            slot = i % s.token_ring
+            self._wait(
+                thread,
+                self.token_empty[slot],
+                (1 + i // s.token_ring) % 2,
+                code,
+                "mbarrier_wait(token_empty + slot, phase)",
+            )
+            self._load(thread, "token", r, i, self.token_full[slot], code)
+        self._end(thread, r)

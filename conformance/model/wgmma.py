@@ -1,0 +1,66 @@
+"""SM90: a row warpgroup multiplies and keeps its sums in registers."""
+
+from __future__ import annotations
+
+from .explore import Thread, View
+from .parts import Parts, add, while_alive
+
+
+class Wgmma(Parts):
+    """Steps of ``split_k_sm90_kernel.py``."""
+
+    def _wgmma(self, thread: Thread, r: int, w: int) -> None:
+        s, code = self.size, "split_k_sm90_kernel.SplitKSm90.multiply"
+        issued, done = f"wgmmas issued {w} {r}", f"wgmmas done {w} {r}"
+        self.values |= {issued: 0, done: 0}
+        tensor_core = self._thread(f"tensor core {w} of {r}")
+
+        def release(i: int) -> None:
+            self._arrive(thread, self.empty[i % s.stages], code, "mbarrier_arrive(empty + former)")
+            if s.token_stages:
+                self._arrive(
+                    thread, self.token_empty[i % s.token_ring], code, "mbarrier_arrive(token_empty + token_former)"
+                )
+
+        for i in range(s.tiles):
+            if s.token_stages:
+                self._wait(
+                    thread,
+                    self.token_full[i % s.token_ring],
+                    i // s.token_ring % 2,
+                    code,
+                    "mbarrier_wait(token_full + token_slot, token_phase)",
+                )
+            self._wait(thread, self.full[i % s.stages], i // s.stages % 2, code, "mbarrier_wait(full + slot, phase)")
+            self._step(
+                thread, f"issues product {i}", code, "commit_group()", adds=[issued], run=lambda v: add(v, issued)
+            )
+
+            def multiply(view: View, i: int = i) -> None:
+                self._check_stages(view, r, i)
+                add(view, done)
+
+            self._step(
+                tensor_core,
+                f"multiplies {i}",
+                waits=[issued],
+                reads=[f"ended {r}", *self._stages(r, i)],
+                adds=[done],
+                ready=lambda v, i=i: v[issued] > i,
+                run=while_alive(r, multiply),
+            )
+            self._step(
+                thread,
+                f"waits for product {i - 1}",
+                code,
+                "wait_group(1)",
+                waits=[done],
+                ready=lambda v, i=i: v[done] >= i,
+            )
+            if self.bug("released_too_early"):
+                release(i)
+            elif i > 0:
+                release(i - 1)
+        self._step(
+            thread, "waits for all products", code, "wait_group(0)", waits=[done], ready=lambda v: v[done] == s.tiles
+        )
