@@ -10,15 +10,15 @@ import importlib.util
 import pytest
 import torch
 
-from conformance.fakes import TOY_CONFIG, bf16, cuda, device_of, fake_table, use_table
-from conformance.fakes import clean_settings  # noqa: F401
-from lowlat_gemm.arch import SM90
+from conformance.fakes import TOY_K as K
+from conformance.fakes import TOY_N as N
+from conformance.fakes import bf16, clean_settings  # noqa: F401
+from conformance.fakes import toy_gpu as gpu  # noqa: F401
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
 
-#: The one row of the table that these tests use, and the M that it serves.
-N, K = 64, 1024
+#: The M that the toy table serves.
 SERVED = (1, 2, 4)
 
 
@@ -69,12 +69,3 @@ def run(layer, x):
         return layer.quant_method.apply(layer, x)
     y = layer(x)
     return y[0] if isinstance(y, tuple) else y
-
-
-@pytest.fixture
-def gpu(monkeypatch, clean_settings):  # noqa: F811
-    """A fake H200 and a table of one row: skinny at M in SERVED, with a residual at 1, fused_a at 3."""
-    cells = {m: ("skinny", TOY_CONFIG) for m in SERVED} | {3: ("fused_a", {})}
-    use_table(monkeypatch, fake_table(cells, residual_cells={1: ("skinny", TOY_CONFIG)}, n=N, k=K))
-    with torch.no_grad(), cuda(device_of(SM90)) as fake:
-        yield fake

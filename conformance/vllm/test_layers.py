@@ -10,8 +10,10 @@ from vllm.model_executor.layers import linear as vllm_linear
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+from conformance.fakes import TOY_K as K
+from conformance.fakes import TOY_N as N
 from conformance.fakes import bf16, same_bits
-from conformance.vllm.conftest import LAYERS, SERVED, K, N, made, run
+from conformance.vllm.conftest import LAYERS, SERVED, made, run
 from lowlat_gemm import settings
 from lowlat_gemm.adapters import vllm as adapter
 from lowlat_gemm.adapters.vllm_methods import PlannedMethod
