@@ -136,6 +136,8 @@ def install_call_sites(model, names: tuple[str, ...] | None) -> tuple[str, ...]:
 
     Returns their names ("layers.3.self_attn._unquantized_gemm").
     """
+    from ..torch_op import storage_of
+
     done = []
     for site in CALL_SITES:
         owner = site.owner_class()
@@ -144,7 +146,7 @@ def install_call_sites(model, names: tuple[str, ...] | None) -> tuple[str, ...]:
         for name, module in model.named_modules():
             if not isinstance(module, owner):
                 continue
-            weights = [weight for weight in site.weights(module) if _has_plan(weight, names, site.residual)]
+            weights = [weight for weight in map(storage_of, site.weights(module)) if _has_plan(weight, names, site.residual)]
             if not weights:
                 continue
             for weight in weights:
