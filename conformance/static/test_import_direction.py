@@ -22,7 +22,9 @@ ALLOWED = {
     "kernels": {"arch", "backends", "operands"},
     "dispatch": {"arch", "backends", "kernels", "operands", "settings", "tables"},
     "execute": {"arch", "dispatch", "kernels", "operands", "settings", "tables"},
-    "adapters": {"dispatch", "execute", "operands", "settings"},
+    "torch_op": {"execute", "operands", "settings"},
+    "warmup": {"dispatch", "execute", "operands"},
+    "adapters": {"dispatch", "execute", "operands", "settings", "torch_op", "warmup"},
     "__init__": set(),  # by name only, when one is asked for
 }
 
@@ -43,6 +45,7 @@ def imported_rooms(source: str, module: tuple[str, ...]) -> set[str]:
             if len(module) < node.level:
                 raise ValueError(f"line {node.lineno}: import from above the package")
             paths = [tuple(node.module.split("."))] if node.module else [(alias.name,) for alias in node.names]
+            paths = [path for path in paths if path != ("__version__",)]  # the package's own word, no room
             rooms |= {(above + path)[0] for path in paths}
             continue
         else:
