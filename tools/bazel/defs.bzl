@@ -14,13 +14,14 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], size = "medium", en
       **kwargs: what py_test takes besides: shard_count, tags, target_compatible_with, ...
     """
     package = native.package_name()
-    launcher = "//conformance:in_environment.py" if environment else "//conformance:pytest_main.py"
+    launchers = ["//conformance:in_environment.py"] if environment else []
+    launchers.append("//conformance:pytest_main.py")
     data = data + (["@{}//:environment".format(environment)] if environment else [])
     native.py_test(
         name = name,
         size = size,
-        srcs = srcs + [launcher, "//conformance:pytest_main.py"],
-        main = launcher,
+        srcs = srcs + launchers,
+        main = launchers[0],
         args = ([environment] if environment else []) + args + [package + "/" + src if package else src for src in srcs],
         data = data + [
             "//:package_files",
