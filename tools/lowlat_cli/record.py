@@ -85,6 +85,13 @@ def make_sweep_record(command: str, cells: list, gpu, started: datetime.datetime
     return _head(command, gpu, started, seconds) | {"geometric_means": means, "cells": rows}
 
 
+def make_layers_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of a stack of layers; ``cells``: of ``tools.bench_layers.LayersCell``, one an M. Times: us a layer."""
+    mean = round(statistics.geometric_mean(cell.ratio for cell in cells), 4)
+    head = _head(command, gpu, started, seconds)
+    return head | {"geometric_mean_with_over_without": mean, "cells": [cell.to_json() for cell in cells]}
+
+
 def command_line(program: str, arguments: list[str]) -> str:
     """The command as a record names it: without where the record goes, which is a path of one machine."""
     kept: list[str] = []
