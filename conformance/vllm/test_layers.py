@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,13 +12,14 @@ from vllm.model_executor.layers import linear as vllm_linear
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+from conformance.fakes import TOY_CONFIG, bf16, fake_table, same_bits, use_table
 from conformance.fakes import TOY_K as K
 from conformance.fakes import TOY_N as N
-from conformance.fakes import bf16, same_bits
 from conformance.vllm.conftest import LAYERS, SERVED, made, run
-from lowlat_gemm import settings
+from lowlat_gemm import dispatch, settings
 from lowlat_gemm.adapters import vllm as adapter
 from lowlat_gemm.adapters.vllm_methods import PlannedMethod
+from lowlat_gemm.kernels import registry
 from lowlat_gemm.operands import Reason
 from lowlat_gemm.reference import parity, reference_gemm
 
@@ -146,6 +149,18 @@ def test_settings_that_leave_nothing_to_run(gpu, model, fields, reason):
     settings.change(**fields)
     report = adapter.install(model)
     assert report.installed == () and {refusal.reason for refusal in report.skipped.values()} == {reason}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_batch_invariant_mode_takes_a_row_whole_or_declines_it_whole(gpu, model, monkeypatch, breaks):
+    invariant = replace(registry.backend("skinny"), invariance=lambda config: "one order")
+    monkeypatch.setattr(dispatch, "backend", lambda name: invariant)
+    use_table(monkeypatch, fake_table({m: ("skinny", TOY_CONFIG) for m in SERVED}, n=N, k=K))
+    settings.change(batch_invariant=True)
+    gpu.compile_error = RuntimeError("no") if breaks else None
+    report = adapter.install(model)
+    assert report.installed == (() if breaks else LAYERS)
+    assert {refusal.reason for refusal in report.skipped.values()} == ({Reason.BACKEND_UNAVAILABLE} if breaks else set())
 
 
 def test_only_bf16(gpu, model):

@@ -9,8 +9,8 @@ are compiled here and nowhere later.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import logging
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ from . import vllm_kimi_k3
 from .torch_nn import InstallReport
 
 _LOG = logging.getLogger("lowlat_gemm")
-_NAME = __package__.split(".")[0]
+#: The package's name, which is another one in a tree that has a copy.
+_NAME = __package__.rpartition(".")[0]
 
 
 def _vllm_log() -> logging.Logger:
@@ -123,8 +124,7 @@ def summary(report: InstallReport, model: str) -> str:
     """One line: how many calls go through plans and why the others do not."""
     reasons = Counter(refusal.reason.value for refusal in report.skipped.values())
     left = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    version = importlib.metadata.version("vllm")
-    line = f"lowlat_gemm {__version__} in vLLM {version}: {len(report.installed)} calls of {model} go through plans"
+    line = f"lowlat_gemm {__version__} in vLLM {sys.modules['vllm'].__version__}: {len(report.installed)} calls of {model} go through plans"
     return f"{line}, {len(report.skipped)} left alone" + (f" ({left})" if left else "")
 
 
