@@ -70,3 +70,16 @@ def test_switched_off(tmp_path, site):
     answer, log = load(tmp_path, site, LOWLAT_GEMM_NO_PLUGIN="1")
     assert answer["registered"] and answer["installed"] == [] and not answer["key_changed"]
     assert answer["right"] and answer["launches"] == 0 and "go through plans" not in log
+
+
+def test_doctor_finds_the_entry_point_that_pip_installed(tmp_path, site):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LOWLAT_", "VLLM_", "PYTHON"))}
+    result = subprocess.run(
+        [sys.executable, "-m", "lowlat_cli", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=kept | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"},
+        timeout=300,
+    )
+    assert json.loads(result.stdout)["plugins"]["vLLM"] == "on in vLLM 0.33.0", result.stdout + result.stderr
