@@ -21,7 +21,7 @@ from conformance.fakes import bf16, cuda, device_of, same_bits
 from conformance.vllm.conftest import LAYERS, made, run
 from lowlat_gemm import dispatch
 from lowlat_gemm.adapters import vllm as adapter
-from lowlat_gemm.adapters import vllm_kimi_k3, vllm_methods
+from lowlat_gemm.adapters import methods, vllm_kimi_k3, vllm_methods
 from lowlat_gemm.adapters.vllm_kimi_k3 import CALL_SITES
 from lowlat_gemm.arch import ARCHES, SM90
 from lowlat_gemm.kernels import registry
@@ -101,7 +101,7 @@ def test_the_installer_takes_what_vllms_takes(arch, all_backends, monkeypatch):
     monkeypatch.setattr(theirs.current_platform, "is_device_capability", lambda c: c == arch.capability, raising=False)
     model = kimi_k3_model(theirs._low_latency_table())  # weights are never written, so they take no memory
     with torch.no_grad(), cuda(device_of(arch)) as fake:
-        monkeypatch.setattr(adapter, "compile_ahead", lambda units: {})
+        monkeypatch.setattr(methods, "compile_ahead", lambda units: {})
         ours = set(lowlat_gemm.enable_kimi_k3_low_latency_gemm(model, torch.bfloat16).installed)
         assert fake.calls == []
     adapter.uninstall(model)

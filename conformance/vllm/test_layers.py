@@ -18,7 +18,7 @@ from conformance.fakes import TOY_N as N
 from conformance.vllm.conftest import LAYERS, SERVED, made, run
 from lowlat_gemm import dispatch, settings
 from lowlat_gemm.adapters import vllm as adapter
-from lowlat_gemm.adapters.vllm_methods import PlannedMethod
+from lowlat_gemm.adapters.methods import PlannedMethod
 from lowlat_gemm.kernels import registry
 from lowlat_gemm.operands import Reason
 from lowlat_gemm.reference import parity, reference_gemm
@@ -193,7 +193,7 @@ def test_a_planned_method_has_the_state_of_vllms_own(gpu, kind):
     assert isinstance(method, wanted) and isinstance(method, PlannedMethod) and type(own) is wanted
     state = {name: value for name, value in vars(method).items() if not name.startswith("lowlat_")}
     assert state == vars(own) and ("_gemm_impl" in state) == (kind != "head")
-    ours = {"apply_with_residual", "lowlat_replaced", "lowlat_tables"}
+    ours = {"apply_with_residual", "residual_or_refuse", "lowlat_replaced", "lowlat_tables"}
     assert {name for name in dir(method) if not name.startswith("__")} - set(dir(own)) == ours
 
 

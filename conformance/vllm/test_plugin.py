@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader import BaseModelLoader, get_model_loader, 
 
 from conformance.vllm.conftest import LAYERS, made
 from lowlat_gemm import settings
+from lowlat_gemm.adapters import methods
 from lowlat_gemm.adapters import vllm as adapter
 from lowlat_gemm.operands import Reason
 
@@ -135,28 +136,26 @@ def test_an_error_while_registering(monkeypatch, formats, log):
     assert FORMATS == formats and "broken on purpose" in log.text and "vLLM runs without it" in log.text
 
 
-BREAKS = ["device_plan", "compile_ahead", "change_compile_key", "summary", "_candidates"]
+BREAKS = [(methods, "device_plan"), (methods, "compile_ahead"), (methods, "planned"), (adapter, "change_compile_key"), (adapter, "summary")]
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_an_error_while_installing(gpu, load, monkeypatch, name, log):
+@pytest.mark.parametrize(("module", "name"), BREAKS, ids=[name for _, name in BREAKS])
+def test_an_error_while_installing(gpu, load, monkeypatch, module, name, log):
     adapter.register()
     with monkeypatch.context() as patch:
-        patch.setattr(adapter, name, broken)
+        patch.setattr(module, name, broken)
         model = load()
     assert untouched(model) and "broken on purpose" in log.text
 
 
 def test_an_error_in_the_middle_of_an_install_is_undone(gpu, load, monkeypatch, log):
-    from lowlat_gemm.adapters import vllm_methods
+    real, made_so_far = methods.planned, []
 
-    real, made_so_far = vllm_methods.planned, []
-
-    def planned(method, names):
+    def planned(method, *rest):
         made_so_far.append(method)
-        return real(method, names) if len(made_so_far) < 3 else broken()
+        return real(method, *rest) if len(made_so_far) < 3 else broken()
 
-    monkeypatch.setattr(vllm_methods, "planned", planned)
+    monkeypatch.setattr(methods, "planned", planned)
     adapter.register()
     assert untouched(load()) and len(made_so_far) == 3 and "broken on purpose" in log.text
 

@@ -94,19 +94,15 @@ def _up_projection_weights(module):
 
 
 def _up_projection(original, module, names, hidden_states, residual=None):
-    from ..execute import run_or_refuse
-    from ..torch_op import storage_of
+    from .methods import PlannedMethod
 
-    if residual is None:
-        return original(module, hidden_states)
+    method = module.up_proj.quant_method
+    if residual is None or not isinstance(method, PlannedMethod):
+        return original(module, hidden_states, residual)
     if module.norm is not None:
         hidden_states = module.norm(hidden_states)
-    weight = storage_of(module.up_proj.weight)
-    y = run_or_refuse(hidden_states, weight, residual, names)
-    if type(y) is not Refusal:
-        return y
-    log_refusal(hidden_states, weight, y)
-    return residual.addmm_(hidden_states, weight.t())
+    y = method.residual_or_refuse(module.up_proj, hidden_states, residual)
+    return residual.addmm_(hidden_states, module.up_proj.weight.t()) if type(y) is Refusal else y
 
 
 CALL_SITES = (
