@@ -7,9 +7,9 @@ Needs uv (`pip install uv`; or its path in UV). Versions that the locks hold sta
     torch_cpu.lock   the small torch for machines without a GPU, where the index has it
     cuda.lock        what only the CUDA build of torch needs
     flashinfer.lock  flashinfer.in, less what the two others hold
-    vllm.lock        vllm.in and all it needs, as base.lock, and vllm_alone.in without anything; for an environment
-                     of its own, on whose versions base.lock has no say
-    vllm_cuda.lock   what only the CUDA build of torch needs there
+    serving.lock     serving.in and all it needs, as base.lock, and serving_alone.in without anything; for an
+                     environment of its own, on whose versions base.lock has no say
+    serving_cuda.lock   what only the CUDA build of torch needs there
 """
 
 import os
@@ -74,12 +74,12 @@ def main() -> None:
     bounds = ["-c", "base.lock", "-c", "cuda.lock"]
     extra = resolve("flashinfer.in", ours, *options, *bounds)
     write("flashinfer.lock", [e for n, e in extra.items() if n not in packages], "flashinfer.in, beside base.lock.")
-    of_vllm = ("vllm.lock", "vllm_cuda.lock")
-    needed = resolve("vllm.in", of_vllm, *options)
-    alone = resolve("vllm_alone.in", of_vllm, *options, "--no-deps")
+    of_serving = ("serving.lock", "serving_cuda.lock")
+    needed = resolve("serving.in", of_serving, *options)
+    alone = resolve("serving_alone.in", of_serving, *options, "--no-deps")
     kept = needed_without_cuda(needed)
-    write("vllm.lock", [e for n, e in needed.items() if n in kept and n not in alone] + list(alone.values()), "vllm.in, vllm_alone.in.")
-    write("vllm_cuda.lock", [e for n, e in needed.items() if n not in kept], "what the CUDA build of torch needs beside vllm.lock.")
+    write("serving.lock", [e for n, e in needed.items() if n in kept and n not in alone] + list(alone.values()), "serving.in, serving_alone.in.")
+    write("serving_cuda.lock", [e for n, e in needed.items() if n not in kept], "what the CUDA build of torch needs beside serving.lock.")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ import pytest
 
 from conformance.fakes import lowlat, no_gpu  # noqa: F401
 from lowlat_cli import environment, plugins
-from lowlat_cli.plugins import FRAMEWORKS, Framework
+from lowlat_cli.plugins import FRAMEWORKS
 from lowlat_gemm.settings import Settings
 
-VLLM = FRAMEWORKS[0]
-EMPTY_IS_ALL = Framework("Other", "other", "other.plugins", "OTHER_PLUGINS", empty_is_none=False)
+VLLM, SGLANG = FRAMEWORKS
 
 
 @pytest.fixture
@@ -35,8 +34,9 @@ def installed(monkeypatch):
         (VLLM, {}, {"VLLM_PLUGINS": "a, lowlat_gemm"}, "on in vLLM 1.2"),
         (VLLM, {}, {"VLLM_PLUGINS": "a,b"}, "off: VLLM_PLUGINS=a,b does not name lowlat_gemm"),
         (VLLM, {}, {"VLLM_PLUGINS": ""}, "off: VLLM_PLUGINS= does not name lowlat_gemm"),
-        (EMPTY_IS_ALL, {}, {"OTHER_PLUGINS": ""}, "on in Other 1.2"),
-        (EMPTY_IS_ALL, {}, {"OTHER_PLUGINS": "a"}, "off: OTHER_PLUGINS=a does not name lowlat_gemm"),
+        (SGLANG, {}, {"VLLM_PLUGINS": ""}, "on in SGLang 1.2"),
+        (SGLANG, {}, {"SGLANG_PLUGINS": ""}, "on in SGLang 1.2"),
+        (SGLANG, {}, {"SGLANG_PLUGINS": "a"}, "off: SGLANG_PLUGINS=a does not name lowlat_gemm"),
     ],
 )
 def test_what_is_said(installed, framework, settings, environ, said):

@@ -2,7 +2,7 @@
 
     ${LOWLAT_BAZEL_CACHE:-${XDG_CACHE_HOME:-~/.cache}/lowlat_gemm}/env-<hash of the locks and the interpreter>
 
-``--environment vllm`` makes the one of //conformance:vllm instead, beside it as vllm-<hash>.
+``--environment serving`` makes the one of //conformance:vllm and :sglang instead, beside it as serving-<hash>.
 
 A virtual environment cannot be moved, so it is made in place, under a file lock, and counts only once its
 versions.txt is there; what a killed run left behind is made anew. The repository rules in python_env.bzl run this
@@ -27,7 +27,7 @@ FORMAT = "1"  # part of the key: raise it when this file changes what it makes
 
 #: Environment -> the lock that it is made from, the one that the CUDA build of torch needs besides, and the packages
 #: that come without their requirements, by a file of ``requirements``.
-ENVIRONMENTS = {"env": ("base", "cuda", None), "vllm": ("vllm", "vllm_cuda", "vllm_alone.in")}
+ENVIRONMENTS = {"env": ("base", "cuda", None), "serving": ("serving", "serving_cuda", "serving_alone.in")}
 
 
 class Failed(Exception):

@@ -51,7 +51,7 @@ def test_the_probe_and_the_platforms_know_every_generation():
 # --- locks
 
 
-@pytest.mark.parametrize("name", ["base", "cuda", "flashinfer", "torch_cpu", "vllm", "vllm_cuda"])
+@pytest.mark.parametrize("name", ["base", "cuda", "flashinfer", "serving", "serving_cuda", "torch_cpu"])
 def test_every_package_of_a_lock_is_pinned_and_hashed(name):
     text = (ROOT / f"requirements/{name}.lock").read_text()
     entries = [entry for entry in re.split(r"(?m)^(?=\S)", text) if entry and entry[0] != "#"]
@@ -62,7 +62,7 @@ def test_every_package_of_a_lock_is_pinned_and_hashed(name):
 
 
 @pytest.mark.parametrize(
-    ("lock", "source"), [("base", "base"), ("flashinfer", "flashinfer"), ("vllm", "vllm"), ("vllm", "vllm_alone")]
+    ("lock", "source"), [("base", "base"), ("flashinfer", "flashinfer"), ("serving", "serving"), ("serving", "serving_alone")]
 )
 def test_the_locks_hold_what_was_asked_for(lock, source):
     pins = dict(pin.split("==") for pin in make_env.names_in(ROOT / f"requirements/{lock}.lock"))
@@ -142,19 +142,19 @@ def test_each_environment_is_made_of_its_own_locks(sandbox, monkeypatch):
     monkeypatch.setattr(make_env, "build", build)
     monkeypatch.setenv("LOWLAT_WITH_FLASHINFER", "1")
     make_env.main()
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--environment", "vllm"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--environment", "serving"])
     make_env.main()
     assert made == {
         "env": (["base", "torch_cpu", "cuda", "flashinfer"], "base", "cuda", None),
-        "vllm": (["vllm", "torch_cpu", "vllm_cuda"], "vllm", "vllm_cuda", "vllm_alone.in"),
+        "serving": (["serving", "torch_cpu", "serving_cuda"], "serving", "serving_cuda", "serving_alone.in"),
     }
-    assert "/vllm-" in (sandbox / "python.txt").read_text()
+    assert "/serving-" in (sandbox / "python.txt").read_text()
 
 
 def test_packages_that_come_alone_may_lack_what_they_ask_for(monkeypatch):
     monkeypatch.setattr(make_env, "ask", lambda python, code: "vllm ray >=2\ntorch triton ==3\n")
     assert make_env.unmet(Path("python"), None) == ["vllm ray >=2", "torch triton ==3"]
-    assert make_env.unmet(Path("python"), ROOT / "requirements/vllm_alone.in") == ["torch triton ==3"]
+    assert make_env.unmet(Path("python"), ROOT / "requirements/serving_alone.in") == ["torch triton ==3"]
 
 
 def test_the_workspace_names_every_file_that_an_environment_is_made_of():

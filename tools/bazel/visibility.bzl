@@ -24,6 +24,7 @@ ASKED = [
     "//lowlat_gemm:settings",
     "//lowlat_gemm:torch_op",
     "//lowlat_gemm:warmup",
+    "//lowlat_gemm/adapters:sglang",
     "//lowlat_gemm/adapters:torch_nn",
     "//lowlat_gemm/adapters:vllm",
     "//lowlat_gemm/kernels:kernels",

@@ -26,7 +26,10 @@ class Framework:
     empty_is_none: bool
 
 
-FRAMEWORKS = (Framework("vLLM", "vllm", "vllm.general_plugins", "VLLM_PLUGINS", empty_is_none=True),)
+FRAMEWORKS = (
+    Framework("vLLM", "vllm", "vllm.general_plugins", "VLLM_PLUGINS", empty_is_none=True),
+    Framework("SGLang", "sglang", "sglang.srt.plugins", "SGLANG_PLUGINS", empty_is_none=False),
+)
 PLUGIN = "lowlat_gemm"
 
 
