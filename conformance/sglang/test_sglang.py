@@ -216,7 +216,12 @@ def test_what_the_adapter_reads_of_sglangs_config_is_there():
 
 
 def test_the_hooked_method_is_called_before_graphs_are_captured():
+    """A worker loads in its constructor, and captures when the scheduler tells it to."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    source = inspect.getsource(sys.modules[ModelRunner.__module__])
-    assert source.count("self.load_model()") == 1 and "self.model = loaded.model" in source
+    assert "self.initialize()" in inspect.getsource(ModelRunner.__init__)
+    assert "self.load_model()" in inspect.getsource(ModelRunner.initialize)
+    captures = "capture_cuda_graphs("
+    assert captures in inspect.getsource(ModelRunner.init_cuda_graphs)
+    assert captures not in inspect.getsource(ModelRunner.__init__) + inspect.getsource(ModelRunner.initialize)
+    assert "self.model = loaded.model" in inspect.getsource(sys.modules[ModelRunner.__module__])
