@@ -1,6 +1,7 @@
 """A stack of Kimi-K3-shaped layers under CUDA graph, with and without the library: microseconds a layer, by M.
 
-    python -m tools.bench_layers --tokens 1-64 --record hw_matrix/records/sm90/h200-layers-tp8.json
+    bazelw run //tools:bench_layers -- --tokens 1-64 --record hw_matrix/records/sm90/h200-layers-tp8.json
+    PYTHONPATH=tools python -m tools.bench_layers ...      # without Bazel
 
 The layers are those of one rank (layer_stack.py says what is in them and what is not). Both stacks share
 their weights (more than L2 holds) and differ only in what runs a projection: torch's own GEMM, or the library where
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -140,6 +142,8 @@ def main() -> int:
     parser.add_argument("--tokens", default="1-64", help="token counts, such as 1,2,4-8")
     parser.add_argument("--record", type=Path, help="file for the JSON record")
     asked = parser.parse_args()
+    if folder := os.environ.get("BUILD_WORKING_DIRECTORY"):  # `bazel run` starts in its runfiles
+        os.chdir(folder)
     from lowlat_cli.environment import find_gpus
     from lowlat_gemm.dispatch import missing_packages_refusal
 

@@ -139,7 +139,7 @@ def install(model, dtype=None, tables: str | Sequence[str] | None = None) -> Ins
     from .vllm_methods import LAYERS
 
     names = family_names(tables)
-    uninstall(model)
+    vllm_kimi_k3.uninstall_call_sites(model)
     done = LAYERS.install(model, dtype, names)
     report = InstallReport((*done.installed, *vllm_kimi_k3.install_call_sites(model, names)), done.skipped)
     _LOG.debug("%s", report)
