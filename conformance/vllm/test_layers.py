@@ -41,7 +41,7 @@ def test_all_kinds_of_layers_are_taken(gpu, model):
     assert adapter.report(model) == report
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 64])
+@pytest.mark.parametrize("m", [0, 1, 2, 3, 4, 5, 64])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_taken_layer_computes_what_it_did(gpu, model, kind, m):
     layer, x = model[kind], bf16(m, K, seed=m)
@@ -107,12 +107,21 @@ def without_weight():
     return layer
 
 
+def wrapped_for_lora():
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+
+    wrapper = BaseLayerWithLoRA()
+    wrapper.base_layer = made("column")
+    return wrapper
+
+
 LEFT_ALONE = {
     "bias": (Reason.BIAS, "", lambda: made("column", bias=True)),
     "bias added later": (Reason.BIAS, "", lambda: made("row", bias=True, skip_bias_add=True)),
     "another method": (Reason.LAYER, "", with_method),
     "another GEMM": (Reason.LAYER, "", with_gemm),
     "tied head": (Reason.WEIGHT_LAYOUT, "lm_head", tied),
+    "LoRA": (Reason.LAYER, "base_layer", wrapped_for_lora),
     "fp16": (Reason.DTYPE, "", lambda: made("merged", dtype=torch.float16)),
     "shape": (Reason.SHAPE, "", lambda: vllm_linear.ReplicatedLinear(K, N + 8, bias=False, params_dtype=torch.bfloat16)),
     "no weight": (Reason.LAYER, "", without_weight),

@@ -20,6 +20,10 @@ from ..torch_op import linear, linear_or_refuse, names_of, storage_of, tables_ar
 from .torch_nn import InstallReport
 
 
+#: The class that wraps layers for LoRA, by its name in vLLM and in SGLang: importing it costs every other start.
+_LORA = "BaseLayerWithLoRA"
+
+
 class PlannedMethod:
     """Mixin in front of a framework's method: the plan where it serves, that method's own GEMM otherwise.
 
@@ -82,6 +86,22 @@ def original(method):
     return method.lowlat_replaced if isinstance(method, PlannedMethod) else method
 
 
+class _Surroundings:
+    """What of a model decides on a layer beside the layer itself.
+
+    ``owners``: how many modules own each parameter; a head is tied to the embedding by giving it that parameter.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        modules = list(model.modules())
+        self.owners = Counter(id(parameter) for module in modules for parameter in module._parameters.values())
+        wrappers = (module for module in modules if any(kind.__name__ == _LORA for kind in type(module).__mro__))
+        self._wrapped = {id(module) for wrapper in wrappers for module in wrapper.modules()}
+
+    def refusal(self, module: torch.nn.Module) -> Refusal | None:
+        return Refusal(Reason.LAYER, "wrapped for LoRA") if id(module) in self._wrapped else None
+
+
 @dataclass(frozen=True)
 class Framework:
     """What is a linear of the framework, and which of them are plain.
@@ -104,9 +124,9 @@ class Framework:
         ``dtype``: only weights of it, None for any; ``names``: families to look in, None for all.
         """
         self.uninstall(model)
-        owners, plans, skipped = _owners(model), {}, {}
+        surroundings, plans, skipped = _Surroundings(model), {}, {}
         for name, module in self.candidates(model):
-            plan = self._plan_or_refusal(module, dtype, names, owners)
+            plan = self._plan_or_refusal(module, dtype, names, surroundings)
             (skipped if isinstance(plan, Refusal) else plans)[name] = plan
         failed = {}
         if missing_packages_refusal() is None:
@@ -132,17 +152,17 @@ class Framework:
 
     def report(self, model: torch.nn.Module) -> InstallReport:
         """What has a plan now, and why each other layer does not."""
-        installed, skipped, owners = [], {}, _owners(model)
+        installed, skipped, surroundings = [], {}, _Surroundings(model)
         for name, module in self.candidates(model):
             if isinstance(module.quant_method, PlannedMethod):
                 installed.append(name)
                 continue
-            plan = self._plan_or_refusal(module, None, None, owners)
+            plan = self._plan_or_refusal(module, None, None, surroundings)
             skipped[name] = plan if isinstance(plan, Refusal) else Refusal(Reason.DISABLED, "not installed")
         return InstallReport(tuple(installed), skipped)
 
-    def _plan_or_refusal(self, module, dtype, names, owners: Counter) -> Plan | Refusal:
-        refusal = self.method_refusal(module)
+    def _plan_or_refusal(self, module, dtype, names, surroundings: _Surroundings) -> Plan | Refusal:
+        refusal = surroundings.refusal(module) or self.method_refusal(module)
         if refusal is not None:
             return refusal
         parameter = module._parameters.get("weight")
@@ -150,7 +170,7 @@ class Framework:
             return Refusal(Reason.LAYER, "it has no weight of its own")
         if module._parameters.get("bias") is not None:
             return Refusal(Reason.BIAS)
-        if owners[id(parameter)] > 1:
+        if surroundings.owners[id(parameter)] > 1:
             return Refusal(Reason.WEIGHT_LAYOUT, "the weight is tied to another module")
         weight = storage_of(parameter)
         if weight.dtype != torch.bfloat16 or dtype not in (None, weight.dtype):
@@ -165,11 +185,6 @@ class Framework:
             return plan
         # Nothing of the row can run: the framework's own method is then the better one.
         return next(entry.refusal for entries in (plan.entries, plan.residual_entries) for entry in entries.values())
-
-
-def _owners(model: torch.nn.Module) -> Counter:
-    """How many modules own each parameter. A head is tied to the embedding by giving it that parameter."""
-    return Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
 
 
 def summary(where: str, model: str, version: str, report: InstallReport) -> str:
