@@ -190,11 +190,16 @@ def toy_linear(n=TOY_N, k=TOY_K, bias=False, dtype=torch.bfloat16, seed=0) -> to
     return made
 
 
+def toy_table() -> Table:
+    """One row, with skinny at M = 1, 2 and 4, fused_a at 3, and a residual at 1."""
+    cells = {m: ("skinny", TOY_CONFIG) for m in (1, 2, 4)} | {3: ("fused_a", {})}
+    return fake_table(cells, residual_cells={1: ("skinny", TOY_CONFIG)}, n=TOY_N, k=TOY_K)
+
+
 @pytest.fixture
 def toy_gpu(monkeypatch):
-    """An H200, and a table with skinny at M = 1, 2 and 4, fused_a at 3, and a residual at 1. No gradients, as in serving."""
-    cells = {m: ("skinny", TOY_CONFIG) for m in (1, 2, 4)} | {3: ("fused_a", {})}
-    use_table(monkeypatch, fake_table(cells, residual_cells={1: ("skinny", TOY_CONFIG)}, n=TOY_N, k=TOY_K))
+    """An H200 and ``toy_table``. No gradients, as in serving."""
+    use_table(monkeypatch, toy_table())
     with torch.no_grad(), cuda(device_of(ARCHES[0])) as fake:
         yield fake
 

@@ -18,6 +18,8 @@ _WHERE = {
     "plan_for": "dispatch",
     "select_kimi_k3_backend": "dispatch",
     "try_low_latency_gemm": "execute",
+    "request_low_latency_warmup": "warmup",
+    "enable_kimi_k3_low_latency_gemm": "adapters.vllm_kimi_k3",
     "enable_low_latency_gemm": "adapters.torch_nn",
     "disable_low_latency_gemm": "adapters.torch_nn",
     "Reason": "operands",

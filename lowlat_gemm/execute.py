@@ -165,8 +165,11 @@ def operand_refusal(x, weight, residual=None) -> Refusal | None:
     return None
 
 
-def run_or_refuse(x, weight, residual=None):
-    """y [M, N] from the selected kernel, or the Refusal. Raises CaptureError in strict mode alone."""
+def run_or_refuse(x, weight, residual=None, names: tuple[str, ...] | None = None):
+    """y [M, N] from the selected kernel, or the Refusal. Raises CaptureError in strict mode alone.
+
+    ``names``: families to look in, None for all.
+    """
     refusal = context_refusal() or tensor_refusal(x) or tensor_refusal(weight)
     if refusal is None and residual is not None:
         refusal = tensor_refusal(residual)
@@ -174,7 +177,7 @@ def run_or_refuse(x, weight, residual=None):
     if refusal is not None:
         return refusal
     m, (n, k) = x.shape[0], weight.shape
-    plan = device_plan(x.device.index, n, k)
+    plan = device_plan(x.device.index, n, k, names)
     if isinstance(plan, Refusal):
         return plan
     refusal = entry_refusal(plan, m, residual is not None)

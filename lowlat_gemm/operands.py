@@ -43,6 +43,7 @@ class Reason(str, enum.Enum):
     CAPTURE = "kernel not compiled before graph capture"
     AUTOGRAD = "autograd needs the backward of the caller's own GEMM"
     TENSOR_TYPE = "not a plain tensor"
+    LAYER = "not a plain layer of its framework"
     TRACING = "traced by a compiler"
     TABLE = "table not readable"
     DISABLED = "disabled by the user"

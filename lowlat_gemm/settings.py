@@ -8,6 +8,7 @@
 | ``LOWLAT_GEMM_BATCH_INVARIANT`` | 0 | 1: only plans whose bits do not depend on M; ``VLLM_BATCH_INVARIANT=1`` means the same |
 | ``LOWLAT_GEMM_STRICT`` | 0 | 1: raise where a launch would have to compile during CUDA graph capture, instead of falling back |
 | ``LOWLAT_GEMM_TABLES`` | none | folder of tables of one's own; they come before those of the package |
+| ``LOWLAT_GEMM_NO_PLUGIN`` | 0 | 1: the hooks into vLLM and SGLang install nothing; direct calls are not touched by it |
 | ``LOWLAT_GEMM_CACHE_DIR`` | ``~/.cache/lowlat_gemm`` | folder of compiled kernels |
 """
 
@@ -47,6 +48,7 @@ class Settings:
     any_device: bool = False
     batch_invariant: bool = False
     strict: bool = False
+    no_plugin: bool = False
     cache_dir: str | None = None
     tables: str | None = None
     #: What could not be read of the environment; the library is then off, for guessing could run what was denied.
@@ -97,6 +99,7 @@ def read(environ=os.environ) -> Settings:
         batch_invariant=_flag(environ, "LOWLAT_GEMM_BATCH_INVARIANT")
         or environ.get("VLLM_BATCH_INVARIANT", "").strip().lower() not in _FALSE,
         strict=_flag(environ, "LOWLAT_GEMM_STRICT"),
+        no_plugin=_flag(environ, "LOWLAT_GEMM_NO_PLUGIN"),
         cache_dir=environ.get("LOWLAT_GEMM_CACHE_DIR") or None,
         tables=_folder(environ, "LOWLAT_GEMM_TABLES"),
     )

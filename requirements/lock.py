@@ -7,6 +7,9 @@ Needs uv (`pip install uv`; or its path in UV). Versions that the locks hold sta
     torch_cpu.lock   the small torch for machines without a GPU, where the index has it
     cuda.lock        what only the CUDA build of torch needs
     flashinfer.lock  flashinfer.in, less what the two others hold
+    serving.lock     serving.in and all it needs, as base.lock, and serving_alone.in without anything; for an
+                     environment of its own, on whose versions base.lock has no say
+    serving_cuda.lock   what only the CUDA build of torch needs there
 """
 
 import os
@@ -22,11 +25,11 @@ TORCH_CPU = "torch==2.13.0+cpu --hash=sha256:6746dbcbeb526eb61330b76b41ff1b4eb84
 CUDA_ONLY = ("cuda-", "nvidia-", "triton")  # torch's requirements that a CPU build does not have
 
 
-def resolve(source: str, *options: str) -> dict[str, str]:
+def resolve(source: str, known_locks: tuple[str, ...], *options: str) -> dict[str, str]:
     """Package name -> its lines of the lock, in order, with the `# via` comments."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "lock"
-        locks = [HERE / name for name in ("base.lock", "cuda.lock", "flashinfer.lock")]
+        locks = [HERE / name for name in known_locks]
         known = "\n".join(lock.read_text() for lock in locks if lock.exists() and "--upgrade" not in options)
         # uv keeps the versions that it finds in its output; not the hashes, so that none outlives its file.
         out.write_text("".join(f"{pin}\n" for pin in re.findall(r"(?m)^[\w.-]+==[^\s\\]+", known)))
@@ -60,7 +63,8 @@ def write(name: str, entries: list[str], about: str) -> None:
 
 def main() -> None:
     options = sys.argv[1:]
-    packages = resolve("base.in", *options)
+    ours = ("base.lock", "cuda.lock", "flashinfer.lock")
+    packages = resolve("base.in", ours, *options)
     if not TORCH_CPU.startswith(packages["torch"].split()[0] + "+cpu "):
         sys.exit(f"base.in resolves to {packages['torch'].split()[0]}: put the hash of its CPU build into TORCH_CPU")
     kept = needed_without_cuda(packages)
@@ -68,8 +72,14 @@ def main() -> None:
     write("cuda.lock", [e for n, e in packages.items() if n not in kept], "what the CUDA build of torch needs besides.")
     write("torch_cpu.lock", [TORCH_CPU], "tried before base.lock where there is no GPU.")
     bounds = ["-c", "base.lock", "-c", "cuda.lock"]
-    extra = resolve("flashinfer.in", *options, *bounds)
+    extra = resolve("flashinfer.in", ours, *options, *bounds)
     write("flashinfer.lock", [e for n, e in extra.items() if n not in packages], "flashinfer.in, beside base.lock.")
+    of_serving = ("serving.lock", "serving_cuda.lock")
+    needed = resolve("serving.in", of_serving, *options)
+    alone = resolve("serving_alone.in", of_serving, *options, "--no-deps")
+    kept = needed_without_cuda(needed)
+    write("serving.lock", [e for n, e in needed.items() if n in kept and n not in alone] + list(alone.values()), "serving.in, serving_alone.in.")
+    write("serving_cuda.lock", [e for n, e in needed.items() if n not in kept], "what the CUDA build of torch needs beside serving.lock.")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ ALLOWED = {
     "dispatch": {"arch", "backends", "kernels", "operands", "settings", "tables"},
     "ready": {"dispatch", "operands", "settings"},
     "execute": {"arch", "dispatch", "kernels", "operands", "ready", "settings", "tables"},
-    "adapters": {"dispatch", "execute", "operands", "ready", "settings"},
+    "torch_op": {"execute", "operands", "settings"},
+    "warmup": {"dispatch", "execute", "operands"},
+    "adapters": {"dispatch", "execute", "operands", "ready", "settings", "torch_op", "warmup"},
     "__init__": set(),  # by name only, when one is asked for
 }
 
@@ -44,6 +46,7 @@ def imported_rooms(source: str, module: tuple[str, ...]) -> set[str]:
             if len(module) < node.level:
                 raise ValueError(f"line {node.lineno}: import from above the package")
             paths = [tuple(node.module.split("."))] if node.module else [(alias.name,) for alias in node.names]
+            paths = [path for path in paths if path != ("__version__",)]  # the package's own word, no room
             rooms |= {(above + path)[0] for path in paths}
             continue
         else:

@@ -18,6 +18,7 @@ FLAGS = {
     "LOWLAT_GEMM_BATCH_INVARIANT": "batch_invariant",
     "VLLM_BATCH_INVARIANT": "batch_invariant",
     "LOWLAT_GEMM_STRICT": "strict",
+    "LOWLAT_GEMM_NO_PLUGIN": "no_plugin",
 }
 #: vLLM's own variable takes more for yes.
 OURS = [name for name in FLAGS if not name.startswith("VLLM")]

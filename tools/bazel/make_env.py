@@ -1,10 +1,12 @@
-"""Makes, once, the Python environment that requirements/*.lock describe, in a cache folder that clones share.
+"""Makes, once, a Python environment that requirements/*.lock describe, in a cache folder that clones share.
 
     ${LOWLAT_BAZEL_CACHE:-${XDG_CACHE_HOME:-~/.cache}/lowlat_gemm}/env-<hash of the locks and the interpreter>
 
+``--environment serving`` makes the one of //conformance:vllm and :sglang instead, beside it as serving-<hash>.
+
 A virtual environment cannot be moved, so it is made in place, under a file lock, and counts only once its
-versions.txt is there; what a killed run left behind is made anew. The locked_python repository rule runs this with
-the system's Python 3.11; bazelw does so before, since a failure inside of Bazel comes with pages of Bazel's own.
+versions.txt is there; what a killed run left behind is made anew. The repository rules in python_env.bzl run this
+with the system's Python 3.11; bazelw does so before for the first one, since a failure inside of Bazel comes with pages of Bazel's own.
 Standard library only.
 """
 
@@ -21,6 +23,11 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 FORMAT = "1"  # part of the key: raise it when this file changes what it makes
+
+
+#: Environment -> the lock that it is made from, the one that the CUDA build of torch needs besides, and the packages
+#: that come without their requirements, by a file of ``requirements``.
+ENVIRONMENTS = {"env": ("base", "cuda", None), "serving": ("serving", "serving_cuda", "serving_alone.in")}
 
 
 class Failed(Exception):
@@ -149,7 +156,14 @@ def install_torch_for_cpu(python: Path, lock: Path, log: Path) -> None:
         say("  the index has no CPU build of torch: taking its usual one")
 
 
-def build(env: Path, locks: dict[str, Path]) -> None:
+def unmet(python: Path, alone: Path | None) -> list[str]:
+    """What installed packages need and is not installed; of those that ``alone`` names nothing is asked."""
+    without = {pin.split("==")[0] for pin in names_in(alone)} if alone else set()
+    return [line for line in ask(python, _UNMET).splitlines() if line.split()[0] not in without]
+
+
+def build(env: Path, locks: dict[str, Path], main: str, cuda: str, alone: Path | None = None) -> None:
+    """``main``, ``cuda``: names among ``locks``, see ENVIRONMENTS; ``alone``: a file of requirements."""
     started = time.monotonic()
     say(f"making the Python environment {env}")
     shutil.rmtree(env, ignore_errors=True)
@@ -162,21 +176,21 @@ def build(env: Path, locks: dict[str, Path]) -> None:
     log.unlink(missing_ok=True)
     if not has_gpu():
         install_torch_for_cpu(python, locks["torch_cpu"], log)
-    install(python, locks["base"], log)
+    install(python, locks[main], log)
     # The usual torch needs CUDA's libraries as packages, a CPU build does not: what is installed says which it is.
-    if any(line.startswith("torch ") for line in ask(python, _UNMET).splitlines()):
-        install(python, locks["cuda"], log)
+    if any(line.startswith("torch ") for line in unmet(python, alone)):
+        install(python, locks[cuda], log)
     if "flashinfer" in locks:
         install(python, locks["flashinfer"], log)
-    if unmet := ask(python, _UNMET).splitlines():
-        raise Failed("the locks lack what some packages need: " + "; ".join(unmet))
+    if lacking := unmet(python, alone):
+        raise Failed("the locks lack what some packages need: " + "; ".join(lacking))
     versions = ask(python, _VERSIONS)
     (env / "versions.tmp").write_text(versions)
     os.replace(env / "versions.tmp", env / "versions.txt")
     say(f"the Python environment is ready ({time.monotonic() - started:.0f} s)")
 
 
-def build_alone(env: Path, locks: dict[str, Path]) -> None:
+def build_alone(env: Path, locks: dict[str, Path], *kind: object) -> None:
     """Builds it unless another process does: then it waits for that one."""
     try:
         env.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +205,7 @@ def build_alone(env: Path, locks: dict[str, Path]) -> None:
             fcntl.flock(lock_file, fcntl.LOCK_EX)
         if not (env / "versions.txt").exists():
             try:
-                build(env, locks)
+                build(env, locks, *kind)
             except Failed:
                 shutil.rmtree(env, ignore_errors=True)  # gigabytes, perhaps
                 raise
@@ -200,14 +214,17 @@ def build_alone(env: Path, locks: dict[str, Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--into", type=Path, help="folder for python.txt and versions.txt, which say what was made")
-    into = parser.parse_args().into
-    names = ["base", "torch_cpu", "cuda"]
-    if os.environ.get("LOWLAT_WITH_FLASHINFER", "0") not in ("", "0"):
+    parser.add_argument("--environment", choices=ENVIRONMENTS, default="env")
+    arguments = parser.parse_args()
+    into, environment = arguments.into, arguments.environment
+    main_lock, cuda_lock, alone = ENVIRONMENTS[environment]
+    names = [main_lock, "torch_cpu", cuda_lock]
+    if environment == "env" and os.environ.get("LOWLAT_WITH_FLASHINFER", "0") not in ("", "0"):
         names.append("flashinfer")
     locks = {name: REQUIREMENTS / f"{name}.lock" for name in names}
-    env = cache_folder() / f"env-{key_of(list(locks.values()))}"
+    env = cache_folder() / f"{environment}-{key_of(list(locks.values()))}"
     if not (env / "versions.txt").exists():
-        build_alone(env, locks)
+        build_alone(env, locks, main_lock, cuda_lock, REQUIREMENTS / alone if alone else None)
     if into:
         shutil.copyfile(env / "versions.txt", into / "versions.txt")
         (into / "python.txt").write_text(f"{env}/bin/python3\n")

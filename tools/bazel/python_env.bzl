@@ -1,6 +1,7 @@
 """The Python that Bazel runs everything with: a hash-locked environment, or an interpreter that the user names.
 
-(On a remote-execution cluster: the one in the container.) Two repositories. `selected_python` is small and holds the toolchain; it refers to `locked_python`, which makes
+(On a remote-execution cluster: the one in the container.) Two repositories, and one for each further environment.
+`selected_python` is small and holds the toolchain; it refers to `locked_python`, which makes
 the environment, only where LOWLAT_PYTHON is not set, so that a machine without a network never tries to.
 The environment itself lies in a cache folder (make_env.py says where) that clones share.
 """
@@ -45,6 +46,15 @@ alias(
 )
 """
 
+_ENVIRONMENT = """
+# python.txt names the interpreter; versions.txt is what a result depends on.
+filegroup(
+    name = "environment",
+    srcs = ["python.txt", "versions.txt"],
+    visibility = ["//visibility:public"],
+)
+"""
+
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2]); print(sys.executable)"
 
 def _python311(repository_ctx):
@@ -62,16 +72,21 @@ def _python311(repository_ctx):
         ", ".join(seen) or "no python3",
     ))
 
-def _locked_python_impl(repository_ctx):
+def _make(repository_ctx, *options):
+    """Has make_env.py make an environment; python.txt and versions.txt are then in the repository."""
+
     # Paths of labels, so that an edited lock or script makes this run again.
     script = repository_ctx.path(Label("//tools/bazel:make_env.py"))
     for lock in repository_ctx.attr.locks:
         repository_ctx.path(lock)
-    command = [_python311(repository_ctx), "-I", script, "--into", "."]
+    command = [_python311(repository_ctx), "-I", script, "--into", "."] + list(options)
     result = repository_ctx.execute(command, timeout = 3600, quiet = False)
     if result.return_code:
         lines = [line for line in result.stderr.splitlines() if line.startswith("lowlat_gemm: ")]
         fail(lines[-1] if lines else "lowlat_gemm: making the Python environment ended with {}".format(result.return_code))
+
+def _locked_python_impl(repository_ctx):
+    _make(repository_ctx)
     python = repository_ctx.read("python.txt").strip()
     repository_ctx.file("BUILD", _RUNTIME.format(python = python), executable = False)
 
@@ -91,6 +106,22 @@ def _select_remote(repository_ctx):
         fail("lowlat_gemm: --config=rbe-* needs LOWLAT_REMOTE_PYTHON=/path/to/python3, as it is in the container")
     repository_ctx.file("versions.txt", "{} in {}\n".format(python, environ.get("LOWLAT_REMOTE_IMAGE", "")), executable = False)
     repository_ctx.file("BUILD", _TOOLCHAIN.format(home = "") + _RUNTIME.format(python = python), executable = False)
+
+def _locked_environment_impl(repository_ctx):
+    _make(repository_ctx, "--environment", repository_ctx.attr.environment)
+    repository_ctx.file("BUILD", _ENVIRONMENT, executable = False)
+
+# An environment beside that of everything else, for tests that in_environment.py runs. Made when first built.
+locked_environment = repository_rule(
+    implementation = _locked_environment_impl,
+    attrs = {
+        "environment": attr.string(mandatory = True),
+        "locks": attr.label_list(mandatory = True),
+    },
+    environ = ["HOME", "LOWLAT_BAZEL_CACHE", "XDG_CACHE_HOME"],
+    local = True,
+)
+
 
 def _selected_python_impl(repository_ctx):
     script = repository_ctx.path(Label("//tools/bazel:check_python.py"))

@@ -55,7 +55,7 @@ def test_the_probe_and_the_platforms_know_every_generation():
 # --- locks
 
 
-@pytest.mark.parametrize("name", ["base", "cuda", "flashinfer", "torch_cpu"])
+@pytest.mark.parametrize("name", ["base", "cuda", "flashinfer", "serving", "serving_cuda", "torch_cpu"])
 def test_every_package_of_a_lock_is_pinned_and_hashed(name):
     text = (ROOT / f"requirements/{name}.lock").read_text()
     entries = [entry for entry in re.split(r"(?m)^(?=\S)", text) if entry and entry[0] != "#"]
@@ -65,10 +65,12 @@ def test_every_package_of_a_lock_is_pinned_and_hashed(name):
     assert len(make_env.names_in(ROOT / f"requirements/{name}.lock")) == len(entries)
 
 
-@pytest.mark.parametrize("name", ["base", "flashinfer"])
-def test_the_locks_hold_what_was_asked_for(name):
-    pins = dict(pin.split("==") for pin in make_env.names_in(ROOT / f"requirements/{name}.lock"))
-    for line in (ROOT / f"requirements/{name}.in").read_text().splitlines():
+@pytest.mark.parametrize(
+    ("lock", "source"), [("base", "base"), ("flashinfer", "flashinfer"), ("serving", "serving"), ("serving", "serving_alone")]
+)
+def test_the_locks_hold_what_was_asked_for(lock, source):
+    pins = dict(pin.split("==") for pin in make_env.names_in(ROOT / f"requirements/{lock}.lock"))
+    for line in (ROOT / f"requirements/{source}.in").read_text().splitlines():
         if wanted := re.match(r"([\w-]+)(?:\[\w+\])?(?:==(\S+))?", line):
             assert pins[wanted[1]] == (wanted[2] or pins[wanted[1]])
 
@@ -113,7 +115,7 @@ def sandbox(tmp_path, monkeypatch):
 def test_it_is_made_once_and_again_for_another_lock(sandbox, monkeypatch):
     made = []
 
-    def build(env, locks):
+    def build(env, locks, main, cuda, alone):
         made.append(env)
         env.mkdir(exist_ok=True)
         (env / "versions.txt").write_text("made\n")
@@ -133,8 +135,41 @@ def test_it_is_made_once_and_again_for_another_lock(sandbox, monkeypatch):
     assert len(set(made)) == 3
 
 
+def test_each_environment_is_made_of_its_own_locks(sandbox, monkeypatch):
+    made = {}
+
+    def build(env, locks, main, cuda, alone):
+        made[env.name.split("-")[0]] = (list(locks), main, cuda, alone and alone.name)
+        env.mkdir()
+        (env / "versions.txt").write_text("made\n")
+
+    monkeypatch.setattr(make_env, "build", build)
+    monkeypatch.setenv("LOWLAT_WITH_FLASHINFER", "1")
+    make_env.main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--environment", "serving"])
+    make_env.main()
+    assert made == {
+        "env": (["base", "torch_cpu", "cuda", "flashinfer"], "base", "cuda", None),
+        "serving": (["serving", "torch_cpu", "serving_cuda"], "serving", "serving_cuda", "serving_alone.in"),
+    }
+    assert "/serving-" in (sandbox / "python.txt").read_text()
+
+
+def test_packages_that_come_alone_may_lack_what_they_ask_for(monkeypatch):
+    monkeypatch.setattr(make_env, "ask", lambda python, code: "vllm ray >=2\ntorch triton ==3\n")
+    assert make_env.unmet(Path("python"), None) == ["vllm ray >=2", "torch triton ==3"]
+    assert make_env.unmet(Path("python"), ROOT / "requirements/serving_alone.in") == ["torch triton ==3"]
+
+
+def test_the_workspace_names_every_file_that_an_environment_is_made_of():
+    text = (ROOT / "WORKSPACE").read_text()
+    for lock, cuda, alone in make_env.ENVIRONMENTS.values():
+        for name in filter(None, (f"{lock}.lock", f"{cuda}.lock", alone)):
+            assert f'"//requirements:{name}"' in text, name
+
+
 def test_a_failed_one_leaves_nothing_that_looks_made(sandbox, monkeypatch):
-    def build(env, locks):
+    def build(env, *kind):
         env.mkdir()
         raise make_env.Failed("no")
 

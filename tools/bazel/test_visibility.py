@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 PARTS = {
-    "adapters": "//lowlat_gemm/adapters:torch_nn",
+    "adapters": "//lowlat_gemm/adapters:vllm",
     "kernels": "//lowlat_gemm/kernels:kernels",
     "tables": "//lowlat_gemm/tables:tables",
 }
+ADAPTERS = {f"//lowlat_gemm/adapters:{name}" for name in ("sglang", "torch_nn", "vllm")}
 LIBRARY = set(PARTS.values()) | {
     f"//lowlat_gemm:{name}"
     for name in ("arch", "backends", "dispatch", "execute", "init", "lowlat_gemm", "models", "operands", "reference", "settings")
-}
+    + ("torch_op", "warmup")
+} | ADAPTERS
 USERS = {"//conformance:lib", "//tools:lowlat_cli"}
 # Visible to all, also outside of this repository; for a part of the library to use it would be a cycle.
 EVERYBODY = {"//lowlat_gemm:lowlat_gemm", "//lowlat_gemm:init"}
@@ -25,7 +27,8 @@ EXPECTED = {
     "tables": EVERYBODY | {"//lowlat_gemm:arch", "//lowlat_gemm:backends"},
     "kernels": EVERYBODY | {"//lowlat_gemm:arch", "//lowlat_gemm:backends", "//lowlat_gemm:operands"},
     "adapters": EVERYBODY
-    | {f"//lowlat_gemm:{name}" for name in ("dispatch", "execute", "operands", "settings")},
+    | {f"//lowlat_gemm:{name}" for name in ("dispatch", "execute", "operands", "settings", "torch_op", "warmup")}
+    | ADAPTERS,
     "library": LIBRARY,  # never //conformance or //tools
     "conformance": LIBRARY | USERS,
     "tools": LIBRARY | USERS,

@@ -2,7 +2,7 @@
 
 # room -> a target in it that asks
 ASKING = {
-    "adapters": "//lowlat_gemm/adapters:torch_nn",
+    "adapters": "//lowlat_gemm/adapters:vllm",
     "conformance": "//conformance:lib",
     "kernels": "//lowlat_gemm/kernels:kernels",
     "library": "//lowlat_gemm:dispatch",
@@ -22,7 +22,11 @@ ASKED = [
     "//lowlat_gemm:operands",
     "//lowlat_gemm:reference",
     "//lowlat_gemm:settings",
+    "//lowlat_gemm:torch_op",
+    "//lowlat_gemm:warmup",
+    "//lowlat_gemm/adapters:sglang",
     "//lowlat_gemm/adapters:torch_nn",
+    "//lowlat_gemm/adapters:vllm",
     "//lowlat_gemm/kernels:kernels",
     "//lowlat_gemm/tables:tables",
     "//tools:lowlat_cli",

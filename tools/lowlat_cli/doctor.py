@@ -17,7 +17,7 @@ from lowlat_gemm.kernels.store import default_folder
 from lowlat_gemm.operands import Reason
 from lowlat_gemm.tables import TableError, available_tables, load_table
 
-from . import environment
+from . import environment, plugins
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Report:
     versions: dict[str, str | None]
     settings: settings.Settings
     cache: str
+    plugins: dict[str, str]
     tables: list[TableHealth]
     problems: list[str]
     notes: list[str]
@@ -52,6 +53,7 @@ class Report:
             "versions": self.versions,
             "settings": asdict(self.settings),
             "cache": self.cache,
+            "plugins": self.plugins,
             "tables": [vars(table) for table in self.tables],
             "kernels_can_run": not self.problems,
             "problems": self.problems,
@@ -137,5 +139,14 @@ def examine() -> Report:
         notes.append("tables are used on sibling devices too (LOWLAT_GEMM_ANY_DEVICE)")
     if chosen.strict:
         notes.append("strict: a compile during graph capture raises (LOWLAT_GEMM_STRICT)")
-    cache = _cache(chosen.cache_dir)
-    return Report(gpus, environment.driver_version(), environment.versions(), chosen, cache, tables, problems, notes)
+    return Report(
+        gpus,
+        environment.driver_version(),
+        environment.versions(),
+        chosen,
+        _cache(chosen.cache_dir),
+        plugins.states(chosen),
+        tables,
+        problems,
+        notes,
+    )

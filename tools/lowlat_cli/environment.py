@@ -20,6 +20,7 @@ DISTRIBUTIONS = {
     "cuda-bindings": "kernels",
     "flashinfer-python": "optional backend",
     "vllm": "optional adapter",
+    "sglang": "optional adapter",
 }
 
 

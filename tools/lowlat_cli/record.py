@@ -100,6 +100,13 @@ def make_tune_record(command: str, outcome: dict, gpu, started: datetime.datetim
 _PATH_OPTIONS = ("--record", "--journal", "--table", "--plots")
 
 
+def make_layers_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of a stack of layers; ``cells``: of ``tools.bench_layers.LayersCell``, one an M. Times: us a layer."""
+    mean = round(statistics.geometric_mean(cell.ratio for cell in cells), 4)
+    head = _head(command, gpu, started, seconds)
+    return head | {"geometric_mean_with_over_without": mean, "cells": [cell.to_json() for cell in cells]}
+
+
 def command_line(program: str, arguments: list[str]) -> str:
     """The command as a record names it: without where files go, which are paths of one machine."""
     kept: list[str] = []

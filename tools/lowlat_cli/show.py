@@ -63,6 +63,8 @@ def doctor(console: Console, report) -> None:
         purpose = DISTRIBUTIONS.get(name)
         grid.add_row(name, f"{version or 'not installed'}" + (f" ({purpose})" if purpose else ""))
     grid.add_row("cache", report.cache)
+    for framework, state in report.plugins.items():
+        grid.add_row(f"{framework} plugin", state)
     for table in report.tables:
         state = table.error or f"{table.cells} cells, {table.built} of them on backends of this build"
         grid.add_row(f"{table.family}/{table.arch}", state)
