@@ -13,10 +13,12 @@ import pytest
 from conformance.cases import SPLIT_K_CONFIGS
 from conformance.contract import RULES, breaches
 from conformance.machine_code import Compiled, compiled, read_cubin
-from lowlat_gemm.arch import SM90
+from lowlat_gemm.arch import SM90, SM100
 from lowlat_gemm.kernels import device, skinny, split_k, tensor_memory
 from lowlat_gemm.kernels.compiling import compile_now
 
+#: One generation of each way to multiply; the others compile from the same source.
+GENERATIONS = pytest.mark.parametrize("arch", [SM90, SM100], ids=str)
 #: Shared rings in a cluster of four, with residual, so that every operand is there.
 SPLIT_K = {"config": SPLIT_K_CONFIGS[0], "residual": True}
 
@@ -63,6 +65,7 @@ LEFT_OUT_OF_TENSOR_MEMORY = {
 }
 
 
+@GENERATIONS
 @pytest.mark.parametrize("rule", LEFT_OUT)
 def test_a_step_left_out_of_the_source(rule, arch, monkeypatch):
     module, name, instead, kernels = LEFT_OUT[rule]
@@ -73,16 +76,15 @@ def test_a_step_left_out_of_the_source(rule, arch, monkeypatch):
 
 
 @pytest.mark.parametrize("step", LEFT_OUT_OF_TENSOR_MEMORY)
-def test_a_step_left_out_of_tensor_memory(step, arch, monkeypatch):
-    if arch == SM90:
-        return  # it has none: test_sm90_has_no_tensor_memory
+def test_a_step_left_out_of_tensor_memory(step, monkeypatch):
     rule = step.split(",")[0]
     monkeypatch.setattr(*LEFT_OUT_OF_TENSOR_MEMORY[step])
-    unit = _units(arch)["split_k"]
+    unit = _units(SM100)["split_k"]
     found = breaches(unit, _recompiled(unit))
     assert [line for line in found if line.startswith(rule)] == found and found, found
 
 
+@GENERATIONS
 def test_sm90_has_no_tensor_memory(arch):
     made = compiled(_units(arch)["split_k"])
     assert ("tcgen05" in made.ptx) == (arch != SM90)
@@ -136,6 +138,7 @@ CHANGED = [
 ]
 
 
+@GENERATIONS
 @pytest.mark.parametrize("index", range(len(CHANGED)), ids=lambda i: f"{CHANGED[i][0]}-{CHANGED[i][1]}-{i}")
 def test_changed_code(index, arch):
     rule, kernel, change = CHANGED[index]
@@ -144,6 +147,7 @@ def test_changed_code(index, arch):
     assert RULES[rule](unit, change(compiled(unit))) is not None, "not seen"
 
 
+@GENERATIONS
 def test_too_much_shared_memory(arch):
     unit = _units(arch)["split_k"]
     config = replace(unit.spec.config, rows=128, stages=32)
