@@ -191,8 +191,8 @@ def toy_linear(n=TOY_N, k=TOY_K, bias=False, dtype=torch.bfloat16, seed=0) -> to
 
 
 def toy_table() -> Table:
-    """One row, with skinny at M = 1, 2 and 4, fused_a at 3, and a residual at 1."""
-    cells = {m: ("skinny", TOY_CONFIG) for m in (1, 2, 4)} | {3: ("fused_a", {})}
+    """One row, with skinny at M = 1, 2 and 4, flashinfer, which is not built, at 3, and a residual at 1."""
+    cells = {m: ("skinny", TOY_CONFIG) for m in (1, 2, 4)} | {3: ("flashinfer", {})}
     return fake_table(cells, residual_cells={1: ("skinny", TOY_CONFIG)}, n=TOY_N, k=TOY_K)
 
 
