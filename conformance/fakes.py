@@ -54,10 +54,10 @@ def clean_settings():
 @pytest.fixture
 def public_world(monkeypatch, tmp_path_factory):
     """The public tables, and a build that has ``skinny`` alone: a world that stays as it is when tables are tuned."""
-    from tools.import_public_tables import outputs
+    from tools.import_public_tables import public_texts
 
     folder = tmp_path_factory.mktemp("public_tables")
-    for name, text in outputs().items():
+    for name, text in public_texts().items():
         (folder / name).write_text(text)
     monkeypatch.setattr(loader, "_FOLDER", folder)
     backends = {name: replace(one, proven=one.proven if name == "skinny" else frozenset()) for name, one in registry._BACKENDS.items()}
@@ -191,8 +191,8 @@ def toy_linear(n=TOY_N, k=TOY_K, bias=False, dtype=torch.bfloat16, seed=0) -> to
 
 
 def toy_table() -> Table:
-    """One row, with skinny at M = 1, 2 and 4, fused_a at 3, and a residual at 1."""
-    cells = {m: ("skinny", TOY_CONFIG) for m in (1, 2, 4)} | {3: ("fused_a", {})}
+    """One row, with skinny at M = 1, 2 and 4, flashinfer, which is not built, at 3, and a residual at 1."""
+    cells = {m: ("skinny", TOY_CONFIG) for m in (1, 2, 4)} | {3: ("flashinfer", {})}
     return fake_table(cells, residual_cells={1: ("skinny", TOY_CONFIG)}, n=TOY_N, k=TOY_K)
 
 

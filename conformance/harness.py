@@ -9,6 +9,7 @@ import torch
 
 from conformance.seed import SEED
 from lowlat_gemm.reference import Reference, reference_gemm
+from lowlat_gemm.tables import MAX_TOKENS
 
 #: A NaN bit pattern that no kernel computes, in 16-bit storage.
 CANARY = 0x7FA5
@@ -61,13 +62,19 @@ class Operands:
     added: Reference
 
     def reference(self, m: int, residual: bool) -> Reference:
+        assert m <= len(self.x), f"operands for {len(self.x)} tokens, asked for {m}"
         return (self.added if residual else self.plain).rows(m)
 
 
 #: Two shapes' worth stays on the device: cases of one shape follow one another.
 @functools.lru_cache(maxsize=2)
-def operands(n: int, k: int, kind: str, tokens: int = 16, device: str = "cuda", dtype=torch.bfloat16) -> Operands:
-    """Fresh operands: ``kind`` "random" (normal) or "integer" (-1, 0, 1: every FP32 sum is exact)."""
+def operands(
+    n: int, k: int, kind: str, tokens: int = MAX_TOKENS, device: str = "cuda", dtype=torch.bfloat16
+) -> Operands:
+    """Fresh operands: ``kind`` "random" (normal) or "integer" (-1, 0, 1: every FP32 sum is exact).
+
+    ``tokens``: by default as many as a cell of a table can have, so that its first M rows are M rows.
+    """
     generator = torch.Generator(device).manual_seed(SEED + n * 1_000_003 + k)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:

@@ -187,7 +187,7 @@ def run_or_refuse(x, weight, residual=None, names: tuple[str, ...] | None = None
     if isinstance(compiled, Refusal):
         return compiled
     if residual is None:
-        READY.add(None, x.device, n, k, m, compiled)
+        READY.add(names, x.device, n, k, m, compiled)
     return launch(compiled, x, weight, residual)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from . import settings
 from .execute import log_refusal, run_or_refuse
 from .operands import ALIGNMENT_BYTES, Reason, Refusal
+from .ready import run_ready
 
 NAMESPACE = __package__.replace(".", "_")
 #: What a packed copy of x mends.
@@ -28,6 +29,9 @@ def linear_or_refuse(x, weight, names: tuple[str, ...] | None = None):
     x: [..., K], weight: [N, K], y: [..., N]. ``names``: families to look in, None for all. In batch-invariant mode an
     x whose layout no kernel takes is copied: there a plan serves every call or none.
     """
+    y = run_ready(x, weight, names, flatten=True)
+    if y is not None:
+        return y
     if x.dim() == 2:
         rows = x
     elif x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:

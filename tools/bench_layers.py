@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from lowlat_cli import measure
+from lowlat_cli import graphs
 from lowlat_cli.measure import REPLAYS, Timing, interleaved
 from lowlat_cli.parsing import tokens as parse_tokens
 from lowlat_cli.record import command_line, make_layers_record, render, write_record
@@ -104,11 +104,11 @@ def bench_m(stack: Stack, x, replays: int = REPLAYS) -> LayersCell:
     """Both stacks at one M, x: [M, hidden]. Raises Wrong before anything is timed."""
     judged = LibraryGemms(judge=True)
     stack.forward(judged, x)
-    graphs = {}
+    captured = {}
     for name, gemms in ((WITH, LibraryGemms()), (WITHOUT, TorchGemms())):
         stack.forward(gemms, x)  # libraries set themselves up outside of the capture
-        graphs[name] = measure.capture([lambda gemms=gemms: stack.forward(gemms, x)])
-    timings = interleaved(graphs, len(stack.layers), replays)
+        captured[name] = graphs.capture([lambda gemms=gemms: stack.forward(gemms, x)])
+    timings = interleaved(captured, len(stack.layers), replays)
     decisions = {name: backend for name, (backend, _) in judged.decisions.items()}
     reasons = {name: reason for name, (_, reason) in judged.decisions.items() if reason is not None}
     return LayersCell(x.shape[0], len(stack.layers), stack.weight_bytes, timings, decisions, reasons)

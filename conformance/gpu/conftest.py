@@ -46,6 +46,7 @@ class Kernel:
         return y
 
     def __call__(self, x, weight, residual=None, y=None) -> torch.Tensor:
+        assert x.shape == (self.case.m, self.case.k), f"{self.case}: the test gives x {tuple(x.shape)}"
         return launch(self.compiled, x, weight, residual, y)
 
 

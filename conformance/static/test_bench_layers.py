@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conformance.fakes import TOY_CONFIG, bf16, clean_settings, cuda, device_of, fake_table, same_bits, use_table  # noqa: F401
-from lowlat_cli import measure
+from lowlat_cli import graphs, measure
 from lowlat_cli.record import make_layers_record, render
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.models import projection_shapes
@@ -45,15 +45,15 @@ def gpu(monkeypatch):
     gate_up = fake_table({m: ("skinny", config) for m in (1, 2)}, n=2 * TOY.shared, k=TOY.hidden)
     up = fake_table({}, residual_cells={1: ("skinny", config)}, n=TOY.hidden, k=TOY.latent)
     use_table(monkeypatch, replace(gate_up, projections=frozen({**gate_up.projections, **up.projections})))
-    monkeypatch.setattr(measure, "capture", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(graphs, "capture", lambda calls: [call() for call in calls])
     monkeypatch.setattr(bench_layers, "interleaved", fake_timings)
     with torch.no_grad(), cuda(device_of(SM90)) as fake:
         yield fake
 
 
-def fake_timings(graphs, launches, replays):
-    assert list(graphs) == ["with", "without"] and all(len(results) == 1 for results in graphs.values())
-    assert torch.allclose(graphs["with"][0].float(), graphs["without"][0].float(), atol=0.1), "both compute the same"
+def fake_timings(captured, launches, replays):
+    assert list(captured) == ["with", "without"] and all(len(results) == 1 for results in captured.values())
+    assert torch.allclose(captured["with"][0].float(), captured["without"][0].float(), atol=0.1), "both compute the same"
     return {name: measure.Timing(us, us, us) for name, us in (("with", 6.0), ("without", 8.0))}
 
 

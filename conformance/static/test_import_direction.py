@@ -23,7 +23,7 @@ ALLOWED = {
     "dispatch": {"arch", "backends", "kernels", "operands", "settings", "tables"},
     "ready": {"dispatch", "operands", "settings"},
     "execute": {"arch", "dispatch", "kernels", "operands", "ready", "settings", "tables"},
-    "torch_op": {"execute", "operands", "settings"},
+    "torch_op": {"execute", "operands", "ready", "settings"},
     "warmup": {"dispatch", "execute", "operands"},
     "adapters": {"dispatch", "execute", "operands", "ready", "settings", "torch_op", "warmup"},
     "__init__": set(),  # by name only, when one is asked for

@@ -13,6 +13,7 @@ from conformance.fakes import toy_gpu as gpu  # noqa: F401
 from lowlat_gemm import settings, torch_op
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.operands import Reason, Refusal
+from lowlat_gemm.ready import READY
 from lowlat_gemm.reference import parity, reference_gemm
 from lowlat_gemm.torch_op import linear, linear_or_refuse
 
@@ -61,6 +62,7 @@ def test_the_families_asked_for(gpu):
     x, weight = bf16(1, K), bf16(N, K)
     linear(x, weight, "toy")
     assert len(gpu.calls) == 1
+    assert [key[0] for key in READY.state[1]] == [("toy",)], "a kernel that is ready is so for the families asked for"
     linear(x, weight, "other,third")
     assert len(gpu.calls) == 1
 

@@ -19,6 +19,7 @@ from conformance.vllm.conftest import LAYERS, SERVED, made, run
 from lowlat_gemm import dispatch, settings
 from lowlat_gemm.adapters import vllm as adapter
 from lowlat_gemm.adapters.methods import PlannedMethod
+from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels import registry
 from lowlat_gemm.operands import Reason
 from lowlat_gemm.reference import parity, reference_gemm
@@ -162,8 +163,8 @@ def test_settings_that_leave_nothing_to_run(gpu, model, fields, reason):
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_batch_invariant_mode_takes_a_row_whole_or_declines_it_whole(gpu, model, monkeypatch, breaks):
-    invariant = replace(registry.backend("skinny"), invariance=lambda config: "one order")
-    monkeypatch.setattr(dispatch, "backend", lambda name: invariant)
+    invariant = replace(registry.backend("skinny", SM90), invariance=lambda config: "one order")
+    monkeypatch.setattr(dispatch, "backend", lambda name, arch: invariant)
     use_table(monkeypatch, fake_table({m: ("skinny", TOY_CONFIG) for m in SERVED}, n=N, k=K))
     settings.change(batch_invariant=True)
     gpu.compile_error = RuntimeError("no") if breaks else None

@@ -194,3 +194,5 @@ def test_an_additional_config_that_cannot_take_our_entry(gpu, load, config):
     adapter.register()
     config.additional_config = SimpleNamespace(compute_hash=lambda: "x")
     assert untouched(load())
+    refusal = adapter.install_after_load(ToyLoader.model, config).skipped["column"]
+    assert refusal.reason is Reason.LAYER and "additional_config" in refusal.detail

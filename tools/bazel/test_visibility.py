@@ -17,17 +17,17 @@ ADAPTERS = {f"//lowlat_gemm/adapters:{name}" for name in ("sglang", "torch_nn", 
 LIBRARY = set(PARTS.values()) | {
     f"//lowlat_gemm:{name}"
     for name in ("arch", "backends", "dispatch", "execute", "init", "lowlat_gemm", "models", "operands", "reference", "settings")
-    + ("torch_op", "warmup")
+    + ("ready", "torch_op", "warmup")
 } | ADAPTERS
 USERS = {"//conformance:lib", "//tools:lowlat_cli"}
 # Visible to all, also outside of this repository; for a part of the library to use it would be a cycle.
 EVERYBODY = {"//lowlat_gemm:lowlat_gemm", "//lowlat_gemm:init"}
 
 EXPECTED = {
-    "tables": EVERYBODY | {"//lowlat_gemm:arch", "//lowlat_gemm:backends"},
+    "tables": EVERYBODY | {"//lowlat_gemm:arch", "//lowlat_gemm:backends", "//lowlat_gemm:settings"},
     "kernels": EVERYBODY | {"//lowlat_gemm:arch", "//lowlat_gemm:backends", "//lowlat_gemm:operands"},
     "adapters": EVERYBODY
-    | {f"//lowlat_gemm:{name}" for name in ("dispatch", "execute", "operands", "settings", "torch_op", "warmup")}
+    | {f"//lowlat_gemm:{name}" for name in ("dispatch", "execute", "operands", "ready", "settings", "torch_op", "warmup")}
     | ADAPTERS,
     "library": LIBRARY,  # never //conformance or //tools
     "conformance": LIBRARY | USERS,

@@ -20,6 +20,7 @@ ASKED = [
     "//lowlat_gemm:lowlat_gemm",
     "//lowlat_gemm:models",
     "//lowlat_gemm:operands",
+    "//lowlat_gemm:ready",
     "//lowlat_gemm:reference",
     "//lowlat_gemm:settings",
     "//lowlat_gemm:torch_op",

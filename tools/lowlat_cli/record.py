@@ -8,6 +8,7 @@ import enum
 import json
 import math
 import os
+import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
