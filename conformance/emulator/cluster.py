@@ -1,4 +1,4 @@
-"""A cluster of CTAs that run the PTX of ``split_k``'s tcgen05 kernel, thread by thread, in an order drawn by a seed.
+"""A cluster of CTAs that run a kernel's PTX (``split_k`` on tcgen05, ``kda``), thread by thread, in an order drawn by a seed.
 
 What runs beside threads does so here: TMA loads, products, commits and messages complete at times that the seed draws; a
 TMA load ruins its stage until then. Encodings are those of the PTX ISA (tcgen05: matrix and instruction descriptors, data
@@ -53,6 +53,7 @@ class Cta:
     queue: list = field(default_factory=list)
     named: dict[int, int] = field(default_factory=dict)
     in_warp: dict[tuple, int] = field(default_factory=dict)
+    given: dict[tuple, dict[int, int]] = field(default_factory=dict)
 
     def arrive(self, address: int, arrivals: int, expected: int = 0, done: int = 0) -> None:
         if address not in self.barriers:
@@ -190,6 +191,8 @@ class Cluster:
             thread[parts[0]] = thread.value(parts[1])
         elif one.is_a("shfl.sync.idx"):  # of what the whole warp has
             thread[parts[0]] = thread.value(parts[1])
+        elif one.is_a("shfl.sync.bfly"):
+            return self._exchange(thread, parts)
         elif one.is_a("elect.sync"):
             thread[parts[0].split("|")[1]] = first
         elif one.is_a("bar.sync"):
@@ -235,6 +238,15 @@ class Cluster:
         if counts[name] < thread.arrived_at:
             return False
         thread.arrived_at = None
+        return True
+
+    def _exchange(self, thread: Thread, parts: list[str]) -> bool:
+        """A butterfly over a warp: every lane gives its value and waits for its partner's."""
+        given = thread.cta.given.setdefault((thread.index // WARP, thread.place), {})
+        given.setdefault(thread.index, thread.value(parts[1]))
+        if len(given) < WARP:
+            return False
+        thread[parts[0]] = given[thread.index ^ thread.value(parts[2])]
         return True
 
     def _load_parameter(self, thread: Thread, one, parts: list[str]) -> bool:

@@ -68,6 +68,8 @@ class Registers(dict):
             return self[text]
         if re.fullmatch(r"-?\d+", text):
             return int(text)
+        if re.fullmatch(r"0f[0-9A-Fa-f]{8}", text):
+            return int(text[2:], 16)
         raise KeyError(f"{text} is read and was never written")
 
     def address(self, text: str) -> int:
@@ -94,12 +96,24 @@ def arithmetic(one: Instruction) -> Callable[[Registers], None] | None:
 
     if one.is_a("mov", "cvta") and ("{" in one.text):
         return _packed(parts, bits)
+    if one.is_a("mov.f32"):
+        return lambda t: t.__setitem__(parts[0], t.value(parts[1]))
     if one.is_a("mov"):
         return writing(lambda t: t.value(parts[1]))
     if one.is_a("add.f32"):
         return writing(lambda t: from_float(to_float(t.value(parts[1])) + to_float(t.value(parts[2]))))
     if one.is_a("add.rn.f32.bf16"):
         return writing(lambda t: from_float(to_float(t.value(parts[1]) << 16) + to_float(t.value(parts[2]))))
+    if one.is_a("fma.rn.f32", "fma.rn.f32.bf16"):
+        lift = 16 if ".bf16" in one.opcode else 0
+
+        def product_and_sum(t: Registers) -> int:
+            a, b = (to_float(t.value(part) << lift) for part in parts[1:3])
+            return from_float(a * b + to_float(t.value(parts[3])))
+
+        return lambda t: t.__setitem__(parts[0], product_and_sum(t))
+    if name == "selp":
+        return lambda t: t.__setitem__(parts[0], t.value(parts[1] if t[parts[3]] else parts[2]))
     if kind == "f" or ".bf16" in one.opcode:
         return _conversion_of_floats(one, parts)
     if name in _BINARY:
@@ -112,14 +126,14 @@ def arithmetic(one: Instruction) -> Callable[[Registers], None] | None:
         return writing(lambda t: read(t, parts[1]) << min(t.value(parts[2]), bits))
     if name == "shr":
         return writing(lambda t: read(t, parts[1]) >> min(t.value(parts[2]), bits))
+    if one.is_a("mul.wide"):
+        return lambda t: t.__setitem__(parts[0], read(t, parts[1]) * read(t, parts[2]) & ((1 << 2 * bits) - 1))
     if one.is_a("mul.hi"):
         return writing(lambda t: read(t, parts[1]) * read(t, parts[2]) >> bits)
     if one.is_a("mul.lo"):
         return writing(lambda t: read(t, parts[1]) * read(t, parts[2]))
     if one.is_a("mad.lo"):
         return writing(lambda t: read(t, parts[1]) * read(t, parts[2]) + read(t, parts[3]))
-    if name == "selp":
-        return writing(lambda t: t.value(parts[1]) if t[parts[3]] else t.value(parts[2]))
     if name == "setp":
         compare = _COMPARE[one.opcode.split(".")[1]]
         return lambda t: t.__setitem__(parts[0], compare(read(t, parts[1]), read(t, parts[2])))

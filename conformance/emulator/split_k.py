@@ -12,7 +12,7 @@ from lowlat_gemm.kernels.split_k import shared_memory_bytes
 from .cluster import Cluster, TensorMap, Trap
 
 _Y, _RESIDUAL = 1 << 44, 1 << 45
-_POISON = 0x7FA5
+POISON = 0x7FA5
 
 
 def words(matrix: torch.Tensor) -> np.ndarray:
@@ -28,11 +28,11 @@ def emulate(
     """
     config, (m, k), n = spec.config, x.shape, weight.shape[0]
     pitch = -(-n // 8) * 8 + 8 * (seed % 2)
-    y = np.full((m, pitch), _POISON, dtype="<u2")
+    y = np.full((m, pitch), POISON, dtype="<u2")
     memory = {_Y: bytearray(y.tobytes())}
     tensors = [(_Y, pitch)]
     if residual is not None:
-        padded = np.full((m, pitch), _POISON, dtype="<u2")
+        padded = np.full((m, pitch), POISON, dtype="<u2")
         padded[:, :n] = words(residual)
         memory[_RESIDUAL] = bytearray(padded.tobytes())
         tensors.insert(0, (_RESIDUAL, pitch))
@@ -52,6 +52,6 @@ def emulate(
             cluster.on_previous_finished = lambda: np.copyto(tokens, late)
             cluster.run()
     got = np.frombuffer(bytes(memory[_Y]), dtype="<u2").reshape(m, pitch)
-    if (got[:, n:] != _POISON).any() or (got[:, :n] == _POISON).any():
+    if (got[:, n:] != POISON).any() or (got[:, :n] == POISON).any():
         raise Trap("y is written beside its rows, or not everywhere")
     return torch.from_numpy(got[:, :n].copy().view(np.int16)).view(torch.bfloat16)
