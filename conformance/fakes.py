@@ -54,10 +54,10 @@ def clean_settings():
 @pytest.fixture
 def public_world(monkeypatch, tmp_path_factory):
     """The public tables, and a build that has ``skinny`` alone: a world that stays as it is when tables are tuned."""
-    from tools.import_public_tables import outputs
+    from tools.import_public_tables import public_texts
 
     folder = tmp_path_factory.mktemp("public_tables")
-    for name, text in outputs().items():
+    for name, text in public_texts().items():
         (folder / name).write_text(text)
     monkeypatch.setattr(loader, "_FOLDER", folder)
     backends = {name: replace(one, proven=one.proven if name == "skinny" else frozenset()) for name, one in registry._BACKENDS.items()}

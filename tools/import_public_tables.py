@@ -175,15 +175,19 @@ def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str],
     return "\n".join(lines) + "\n"
 
 
-def outputs() -> dict[str, str]:
-    """File name -> text of every table."""
+def public_texts() -> dict[str, str]:
+    """File name -> text of every table, of the public figures alone."""
     public = json.loads(SOURCE.read_text(encoding="utf-8"))
-    names = labels()
+    names, split_k = labels(), public["split_k_sm100"]
+    return {f"{FAMILY}_{arch}.toml": render(arch, public[arch], names, split_k) for arch in DEVICES}
+
+
+def outputs() -> dict[str, str]:
+    """File name -> text of every table, with what is measured in those that are there."""
     found = {}
-    for arch in DEVICES:
-        path = TABLES / f"{FAMILY}_{arch}.toml"
-        present = path.read_text(encoding="utf-8") if path.is_file() else ""
-        found[path.name] = with_measured(render(arch, public[arch], names, public["split_k_sm100"]), present)
+    for name, text in public_texts().items():
+        path = TABLES / name
+        found[name] = with_measured(text, path.read_text(encoding="utf-8") if path.is_file() else "")
     return found
 
 

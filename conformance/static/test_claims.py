@@ -6,12 +6,12 @@ import json
 import re
 from pathlib import Path
 
-from conformance.cases import kernel_cases
+from conformance.cases import table_cases
 from lowlat_gemm.arch import SM90
 
 ROOT = Path.cwd()  # pytest's root, with and without Bazel
 README = (ROOT / "README.md").read_text()
-RECORD = "hw_matrix/records/sm90/h200-check.json"
+RECORD = "hw_matrix/records/sm90/h200-tune-k3-tp8.json"
 
 
 def test_every_link_into_the_repository_exists():
@@ -19,13 +19,25 @@ def test_every_link_into_the_repository_exists():
     assert links and [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_the_cells_that_the_readme_calls_run_are_in_the_record():
+def test_the_cells_that_the_readme_calls_measured_are_in_the_record():
+    """Every measured cell of the SM90 table is a winner of the run that the README names, with that run's config."""
     record = json.loads((ROOT / RECORD).read_text())
-    ran = {(c["n"], c["k"], c["m"], c["residual"]) for c in record["cells"] if c["status"] == "kernel"}
-    assert record["machine"]["gpu"]["name"] == "NVIDIA H200" and record["counts"]["failed"] == 0
-    said = int(re.search(r"SM90: all (\d+) `skinny` cells", README)[1])
-    cells = {(case.n, case.k, case.m, case.residual) for case in kernel_cases(SM90) if case.cell.backend == "skinny"}
-    assert said == len(cells) and cells - ran == set(), f"the README says {said}, {len(cells)} are there, {len(ran)} ran"
+    assert record["machine"]["gpu"]["name"] == "NVIDIA H200" and record["excluded"] == []
+    won = {
+        (c["n"], c["k"], c["m"], c["residual"]): (c["winner"]["backend"], c["winner"]["config"])
+        for c in record["cells"]
+        if c["winner"]
+    }
+    measured = {
+        (case.n, case.k, case.m, case.residual): (case.cell.backend, dict(case.cell.config))
+        for case in table_cases(SM90)
+        if case.cell.provenance.kind == "measured"
+    }
+    said = int(re.search(r"SM90: (\d+) measured cells", README)[1])
+    assert said == len(measured) == len(won), f"the README says {said}, the table {len(measured)}, the record {len(won)}"
+    assert measured == won, [key for key in measured if measured[key] != won.get(key)]
+    rows = int(re.search(r"SM90: (\d+) rows of TP8 measured", README)[1])
+    assert rows == len({key[:2] for key in measured})
 
 
 def test_records_name_their_commit_and_no_place_of_a_machine():

@@ -142,7 +142,7 @@ MEASURED_SOURCE = '[sources.here]\nkind = "measured"\ndevice = "H200"\ndate = 20
 
 
 def test_the_import_keeps_what_was_measured_and_brings_back_what_was_changed():
-    public = import_public_tables.outputs()["kimi_k3_sm90.toml"]
+    public = import_public_tables.public_texts()["kimi_k3_sm90.toml"]
     assert import_public_tables.with_measured(public, public) == public
     changed = TableText.parse(public)
     changed.rows[1536, 7168], changed.sources["here"] = MEASURED_ROW, MEASURED_SOURCE
