@@ -58,6 +58,13 @@ def test_kernel_or_torchs_linear(gpu, m):
     assert parity(y, reference_gemm(x, weight)).ok if TOKENS[m] else same_bits(y, F.linear(x, weight))
 
 
+def test_a_call_that_was_served_goes_the_short_way(gpu, monkeypatch):
+    x, weight = bf16(2, 1, K), bf16(N, K)
+    first = linear_or_refuse(x, weight)
+    monkeypatch.setattr(torch_op, "run_or_refuse", lambda *args, **names: pytest.fail("the long way"))
+    assert same_bits(linear_or_refuse(x, weight), first) and same_bits(linear(x, weight), first) and len(gpu.calls) == 3
+
+
 def test_the_families_asked_for(gpu):
     x, weight = bf16(1, K), bf16(N, K)
     linear(x, weight, "toy")
