@@ -37,7 +37,7 @@ MIXED = {
     "two backends": {**ONE_SPLIT, 1: SKINNY},
     "a backend that depends on M": {1: SKINNY},
     "a backend that is not there": {**ONE_SPLIT, 4: ("fused_a", {})},
-    "a config that does not fit": {**ONE_SPLIT, 4: split(24)},
+    "a config that does not fit": {**ONE_SPLIT, 4: split(20)},
 }
 
 

@@ -12,7 +12,15 @@ import pytest
 from conformance.fakes import device_of
 from lowlat_cli.checking import model_shapes
 from lowlat_cli.tuning import candidates as module
-from lowlat_cli.tuning.candidates import Candidate, fused_a_candidates, skinny_candidates, tiling_of, tilings, variants
+from lowlat_cli.tuning.candidates import (
+    Candidate,
+    fused_a_candidates,
+    screened_width,
+    skinny_candidates,
+    tiling_of,
+    tilings,
+    variants,
+)
 from lowlat_cli.tuning.cost_model import predict_us, prune, rank_correlation
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels.fused_a import FusedAConfig
@@ -131,3 +139,12 @@ def test_variants_differ_in_what_they_should():
 @pytest.mark.parametrize("k, split, k_blocks, stages", [(7168, 4, 1, 13), (768, 1, 1, 12), (1536, 3, 1, 8), (1536, 3, 2, 4), (128, 1, 1, 3), (7168, 4, 2, 6)])
 def test_a_ring_is_as_deep_as_half_an_sm_and_no_deeper_than_its_loads(k, split, k_blocks, stages):
     assert module.deepest_ring(SplitKConfig(56, 8, split, 3, k_blocks=k_blocks), k).stages == stages
+
+
+def test_a_finalist_is_narrowed_to_the_tokens_that_it_serves():
+    one = Candidate("split_k", SplitKConfig(64, 64, 4, 7, token_stages=5))
+    narrow = one.narrowed(40)
+    assert narrow.config == SplitKConfig(64, 40, 4, 7, token_stages=5) and narrow.invariance == one.invariance
+    assert narrow.why_not(SM90, 1536, 7168, 40) is None and screened_width(40) == 64 and screened_width(17) == 32
+    warps = Candidate("fused_a", FusedAConfig(1, 8, 1, 4))
+    assert warps.narrowed(40) is warps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowlat_cli.tuning.candidates import Candidate, token_classes, with_class_starts
+from lowlat_cli.tuning.candidates import SCREENED_COLUMNS, Candidate, token_classes, with_class_starts
 from lowlat_cli.tuning.choose import Times, choose_row, interpolated, row_times
 from lowlat_cli.tuning.jobs import BACK_TO_BACK, FLOOR, LINKED, JobResult
 from lowlat_gemm.kernels.skinny import SkinnyConfig
@@ -98,8 +98,10 @@ def test_what_lies_between_two_cells_of_one_config(winners, measured, between):
 
 def test_classes_begin_where_nothing_would_be_served():
     assert with_class_starts([1, 8, 16, 24, 64]) == [1, 8, 9, 16, 17, 24, 57, 64]
-    assert with_class_starts([4]) == [4] and with_class_starts([24, 32]) == [24, 32]
-    assert [(one.columns, one.tokens) for one in token_classes([1, 8, 9, 33])] == [(8, (1, 8)), (16, (9,)), (64, (33,))]
+    assert with_class_starts([4]) == [4] and with_class_starts([24, 32]) == [24, 25, 32]
+    assert [(one.columns, one.tokens) for one in token_classes([1, 8, 9, 33])] == [(8, (1, 8)), (16, (9,)), (40, (33,))]
+    screened = token_classes([1, 8, 9, 33, 64], SCREENED_COLUMNS)
+    assert [(one.columns, one.screened) for one in screened] == [(8, 8), (16, 9), (64, 64)]
     for bad in ([0], [65], [1, 65]):
         with pytest.raises(ValueError, match="1 to 64"):
             token_classes(bad)
