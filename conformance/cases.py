@@ -34,6 +34,14 @@ SPLIT_K_CONFIGS = [
     SplitKConfig(24, 8, 1, 2, k_blocks=2),
 ]
 
+#: Token tiles that wgmma alone takes: SM90 serves these as well.
+SPLIT_K_WGMMA_CONFIGS = [
+    SplitKConfig(64, 24, 3, 5),
+    SplitKConfig(56, 40, 2, 6, token_stages=4),
+    SplitKConfig(72, 48, 1, 4, k_blocks=2),
+    SplitKConfig(40, 56, 4, 5, token_stages=5),
+]
+
 #: Configs of fused_a besides those that the shape chooses: several row warps and tiles, one K warp and many.
 FUSED_A_CONFIGS = [
     FusedAConfig(1, 8, 1, 4),
@@ -149,7 +157,7 @@ def split_k_units(arch: Arch) -> list[CompileUnit]:
     def unit(config: SplitKConfig, **options) -> CompileUnit:
         return split_k.compile_unit(arch, 1536, 7168, 1, config, **options)
 
-    configs = [one for one in SPLIT_K_CONFIGS if split_k.why_not(arch, 1536, 7168, 1, one, residual=True) is None]
+    configs = [one for one in SPLIT_K_CONFIGS + SPLIT_K_WGMMA_CONFIGS if split_k.why_not(arch, 1536, 7168, 1, one, residual=True) is None]
     units = [unit(one, residual=added) for one in configs for added in (False, True)]
     for dtype, output in (("float16", "float16"), ("bfloat16", "float32"), ("float16", "float32")):
         units.append(unit(SPLIT_K_CONFIGS[3], residual=True, dtype=dtype, output_dtype=output))

@@ -91,8 +91,8 @@ def launch(compiled, x, weight, residual=None, y=None):
     """
     if y is None:
         y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    if x.shape[0] == 1 and x.stride(0) % 8:
-        # The stride of a single row means nothing, but a tensor map takes whole 16-byte words alone.
+    if x.shape[0] == 1 and x.stride(0) != x.shape[1]:
+        # The stride of a single row means nothing, but a tensor map has rules for it.
         x = x.as_strided(x.shape, (x.shape[1], 1))
     index = x.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
@@ -170,6 +170,7 @@ def run_or_refuse(x, weight, residual=None, names: tuple[str, ...] | None = None
 
     ``names``: families to look in, None for all.
     """
+    settings = settings_module.current()
     refusal = context_refusal() or tensor_refusal(x) or tensor_refusal(weight)
     if refusal is None and residual is not None:
         refusal = tensor_refusal(residual)
@@ -187,7 +188,7 @@ def run_or_refuse(x, weight, residual=None, names: tuple[str, ...] | None = None
     if isinstance(compiled, Refusal):
         return compiled
     if residual is None:
-        READY.add(names, x.device, n, k, m, compiled)
+        READY.add(settings, names, x.device, n, k, m, compiled)
     return launch(compiled, x, weight, residual)
 
 

@@ -37,12 +37,15 @@ class ReadyKernels:
         # One object, exchanged whole: a thread must not see the kernels of other settings.
         self.state: tuple[object, dict[tuple, Callable]] = (None, {})
 
-    def add(self, names: tuple[str, ...] | None, device: torch.device, n: int, k: int, m: int, kernel) -> None:
-        """``kernel`` serves packed rows of M tokens on ``device``: x [M, K], weight [N, K], no residual."""
-        settings = settings_module.current()
-        if self.state[0] is not settings:
-            self.state = (settings, {})
-        self.state[1][names, device, n, k, m] = kernel
+    def add(self, settings, names: tuple[str, ...] | None, device: torch.device, n: int, k: int, m: int, kernel) -> None:
+        """``kernel`` serves packed rows of M tokens on ``device``: x [M, K], weight [N, K], no residual.
+
+        ``settings``: those that the call was decided under; they may have changed while its kernel was compiled.
+        """
+        state = self.state
+        if state[0] is not settings:
+            state = self.state = (settings, {})
+        state[1][names, device, n, k, m] = kernel
 
     def cache_clear(self) -> None:
         self.state = (None, {})
@@ -95,7 +98,7 @@ def run_ready(x, weight, names: tuple[str, ...] | None = None, *, flatten: bool 
     kernel = kernels.get((names, device, n, k, m))
     if kernel is None or (_is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return None
-    if m == 1 and is_matrix and x.stride(0) % 8:
+    if m == 1 and is_matrix and x.stride(0) != k:
         return None  # contiguous by name; the long way gives the kernel a stride that a tensor map can have
     rows = x if is_matrix else x.view(m, k)
     y = rows.new_empty(m, n)

@@ -67,8 +67,14 @@ def _flag(environ, name: str) -> bool:
     raise ValueError(f"{name}={environ[name]!r}: expected 1 or 0")
 
 
+def _path(environ, name: str) -> str | None:
+    """A path; a ``~`` that no shell has expanded is the home folder."""
+    value = environ.get(name)
+    return os.path.expanduser(value) if value else None
+
+
 def _folder(environ, name: str) -> str | None:
-    value = environ.get(name) or None
+    value = _path(environ, name)
     if value is not None and not os.path.isdir(value):
         raise ValueError(f"{name}={value!r}: expected a folder")
     return value
@@ -100,7 +106,7 @@ def read(environ=os.environ) -> Settings:
         or environ.get("VLLM_BATCH_INVARIANT", "").strip().lower() not in _FALSE,
         strict=_flag(environ, "LOWLAT_GEMM_STRICT"),
         no_plugin=_flag(environ, "LOWLAT_GEMM_NO_PLUGIN"),
-        cache_dir=environ.get("LOWLAT_GEMM_CACHE_DIR") or None,
+        cache_dir=_path(environ, "LOWLAT_GEMM_CACHE_DIR"),
         tables=_folder(environ, "LOWLAT_GEMM_TABLES"),
     )
 

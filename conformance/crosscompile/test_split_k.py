@@ -17,13 +17,12 @@ from conformance.cases import SPLIT_K_CONFIGS, unit_id, written_units
 from conformance.machine_code import compiled
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels.compiling import compile_now
-from lowlat_gemm.kernels.split_k import HOLD_POINTS, TENSOR_MEMORY_TOKEN_COLUMNS, TOKEN_COLUMNS, compile_unit
+from lowlat_gemm.kernels.split_k import HOLD_POINTS, compile_unit, token_columns
 
 
 def test_the_products_are_as_the_config_says(arch):
     units = [unit for unit in written_units(arch) if unit.kernel == "split_k"]
-    widths = TOKEN_COLUMNS if arch == SM90 else TENSOR_MEMORY_TOKEN_COLUMNS
-    assert {unit.spec.config.token_columns for unit in units} == set(widths)
+    assert {unit.spec.config.token_columns for unit in units} == set(token_columns(arch))
     for unit in units:
         made = compiled(unit)
         problem = (

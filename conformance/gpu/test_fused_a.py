@@ -1,4 +1,4 @@
-"""``fused_a`` before the dispatcher runs it: the public cells' shapes, tails, layouts, dtypes, late inputs, equal bits."""
+"""``fused_a`` beyond what every cell is tried with: pitches, tails, dtypes, late inputs, equal bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from conformance.cases import FUSED_A_CONFIGS, table_cases
 from conformance.gpu.late_writer import compiled_late_writer
 from conformance.harness import CanaryOutput, operands, poisoned
 from lowlat_gemm.execute import COMPILE_CACHE, launch
-from lowlat_gemm.kernels.fused_a import FusedAConfig, compile_unit, why_not
+from lowlat_gemm.kernels.fused_a import FusedAConfig, compile_unit, parse_config, why_not
 from lowlat_gemm.reference import parity
 
 SHAPES = [(100, 7168), (17, 1056), (8, 2048)]
@@ -38,10 +38,12 @@ def _check(arch, n, k, m, config, residual=False, dtype="bfloat16"):
             assert torch.equal(out.y, data.reference(m, residual).value.to(out.y.dtype)), f"{where}: integers differ"
 
 
-def test_the_public_cells(arch):
-    for case in table_cases(arch):
-        if case.cell.backend == "fused_a":
-            _check(arch, case.n, case.k, case.m, FusedAConfig(), case.residual)
+def test_the_tables_cells(arch):
+    """With layouts that the cells' own parity tests do not have: pitches of x, weight and y."""
+    cells = [case for case in table_cases(arch) if case.cell.backend == "fused_a"]
+    assert cells
+    for case in cells:
+        _check(arch, case.n, case.k, case.m, parse_config(case.cell.config), case.residual)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

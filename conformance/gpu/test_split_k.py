@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from conformance.cases import SPLIT_K_CONFIGS as CONFIGS
+from conformance.cases import SPLIT_K_WGMMA_CONFIGS as WGMMA_CONFIGS
 from conformance.gpu.late_writer import compiled_late_writer
 from conformance.harness import CanaryOutput, operands, poisoned
+from lowlat_gemm.arch import SM90
 from lowlat_gemm.execute import COMPILE_CACHE, launch
 from lowlat_gemm.kernels.split_k import HOLD_POINTS, SplitKConfig, compile_unit, why_not
 from lowlat_gemm.reference import parity
@@ -16,7 +18,7 @@ from lowlat_gemm.reference import parity
 #: N that tiles do not divide, 16-byte words do not divide; K with every kind of tail, and shorter than the ring.
 SHAPES = [(1536, 7168), (100, 1032), (17, 1024), (264, 1096), (2304, 1536)]
 HELD_LAUNCHES = 100_000
-TOKENS = (1, 7, 8, 9, 16, 31, 33, 64, 65, 130)
+TOKENS = (1, 7, 8, 9, 16, 24, 31, 33, 40, 48, 56, 57, 64, 65, 130)
 
 
 def _kernel(arch, n, k, config, **options):
@@ -26,8 +28,11 @@ def _kernel(arch, n, k, config, **options):
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: ".".join(map(str, vars(config).values())))
+@pytest.mark.parametrize("config", [*CONFIGS, *WGMMA_CONFIGS], ids=lambda config: ".".join(map(str, vars(config).values())))
 def test_parity_over_shapes_and_tokens(arch, config, residual):
+    if arch != SM90 and config in WGMMA_CONFIGS:
+        assert "token_columns" in (why_not(arch, 1536, 7168, 1, config) or ""), f"{config}: served on {arch}, and not tried"
+        return
     for n, k in SHAPES:
         compiled = _kernel(arch, n, k, config, residual=residual)
         for kind in ("random", "integer"):
@@ -73,6 +78,8 @@ def test_bits_depend_on_the_split_alone(arch, split):
         SplitKConfig(80, 32, split, 4),
         SplitKConfig(48, 64, split, 6, token_stages=3),
     ]
+    if arch == SM90:  # widths that wgmma alone takes
+        variants += [SplitKConfig(64, 24, split, 4), SplitKConfig(40, 56, split, 5, token_stages=3)]
     wanted = None
     for config in variants:
         compiled = _kernel(arch, n, k, config)

@@ -40,15 +40,30 @@ def test_a_planned_call_runs_on_its_kernel(gpu, m):
     assert try_gemm(x, weight) is not None and gpu.cache.compiles == 1 and len(gpu.calls) == 2
 
 
-@pytest.mark.parametrize(("stride", "seen"), [(K, K), (K + 8, K + 8), (K + 3, K), (1, K)])
-def test_a_kernel_sees_a_stride_of_whole_words_also_of_a_single_row(gpu, stride, seen):
-    """A tensor map refuses another one, and a caller's single row may have any."""
+@pytest.mark.parametrize("stride", [K, K + 8, K + 3, 8, 1, 0])
+def test_a_kernel_sees_the_stride_of_a_packed_row_for_any_of_a_single_one(gpu, stride):
+    """A tensor map has rules for strides, and that of a caller's single row means nothing."""
     x, strides = bf16(1, 2 * K).as_strided((1, K), (stride, 1)), []
     execute.launch(lambda x, *rest: strides.append(x.stride()), x, bf16(N, K))
-    assert strides == [(seen, 1)]
-    execute.READY.add(None, torch.device("cuda", 0), N, K, 1, lambda x, *rest: strides.append(x.stride()))
+    assert strides == [(K, 1)]
+    execute.READY.add(settings.current(), None, torch.device("cuda", 0), N, K, 1, lambda x, *rest: strides.append(x.stride()))
     execute.run_ready(x, bf16(N, K))
-    assert strides[1:] == ([(stride, 1)] if stride == seen else []), "the short way passed it on"
+    assert strides[1:] == ([(K, 1)] if stride == K else []), "the short way passed it on"
+
+
+def test_a_kernel_that_was_denied_while_it_compiled_is_not_kept_ready(gpu, monkeypatch):
+    """A compile takes seconds; what it makes is known under the settings that it was asked for."""
+    x, weight = bf16(1, K), bf16(N, K, seed=1)
+    compiled_for = execute.compiled_for
+
+    def slow(entry, ordinal):
+        settings.change(deny=settings.parse_deny("skinny"))
+        return compiled_for(entry, ordinal)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "compiled_for", slow)
+        assert try_gemm(x, weight) is not None
+    assert execute.run_ready(x, weight) is None and try_gemm(x, weight) is None
 
 
 def test_the_residual_has_its_own_kernel(gpu):

@@ -211,7 +211,7 @@ def test_the_errors_of_a_launch_are_not_swallowed(served):
         raise RuntimeError("launch failed")
 
     x, weight = served
-    READY.add(None, x.device, N, K, 2, kernel)
+    READY.add(settings.current(), None, x.device, N, K, 2, kernel)
     with pytest.raises(RuntimeError, match="launch failed"):
         execute.try_low_latency_gemm(x, weight)
 

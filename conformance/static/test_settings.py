@@ -211,3 +211,10 @@ def test_a_folder_of_tables(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="LOWLAT_GEMM_TABLES=.*file.*: expected a folder"):
         settings.read({"LOWLAT_GEMM_TABLES": str(tmp_path / "file")})
+
+
+def test_a_home_folder_that_no_shell_has_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tables").mkdir()
+    found = settings.read({"LOWLAT_GEMM_CACHE_DIR": "~/cache", "LOWLAT_GEMM_TABLES": "~/tables"})
+    assert (found.cache_dir, found.tables) == (str(tmp_path / "cache"), str(tmp_path / "tables")) and found.problem is None

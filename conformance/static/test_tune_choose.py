@@ -7,8 +7,11 @@ import pytest
 from lowlat_cli.tuning.candidates import SCREENED_COLUMNS, Candidate, token_classes, with_class_starts
 from lowlat_cli.tuning.choose import Times, choose_row, interpolated, row_times
 from lowlat_cli.tuning.jobs import BACK_TO_BACK, FLOOR, LINKED, JobResult
+from lowlat_gemm.arch import SM90, SM100
 from lowlat_gemm.kernels.skinny import SkinnyConfig
-from lowlat_gemm.kernels.split_k import SplitKConfig
+from lowlat_gemm.kernels.split_k import SplitKConfig, token_columns
+
+WIDTHS = token_columns(SM90)
 
 
 def split(ranks: int, stages: int = 4, columns: int = 8) -> Candidate:
@@ -25,7 +28,7 @@ def times(us: float, *, second: float | None = None, linked: float | None = None
 
 
 def chosen(table: dict) -> dict:
-    return choose_row(table, token_classes(table))
+    return choose_row(table, token_classes(table, WIDTHS))
 
 
 @pytest.mark.parametrize(
@@ -97,11 +100,13 @@ def test_what_lies_between_two_cells_of_one_config(winners, measured, between):
 
 
 def test_classes_begin_where_nothing_would_be_served():
-    assert with_class_starts([1, 8, 16, 24, 64]) == [1, 8, 9, 16, 17, 24, 57, 64]
-    assert with_class_starts([4]) == [4] and with_class_starts([24, 32]) == [24, 25, 32]
-    assert [(one.columns, one.tokens) for one in token_classes([1, 8, 9, 33])] == [(8, (1, 8)), (16, (9,)), (40, (33,))]
+    assert with_class_starts([1, 8, 16, 24, 64], WIDTHS) == [1, 8, 9, 16, 17, 24, 57, 64]
+    assert with_class_starts([4], WIDTHS) == [4] and with_class_starts([24, 32], WIDTHS) == [24, 25, 32]
+    assert [(one.columns, one.tokens) for one in token_classes([1, 8, 9, 33], WIDTHS)] == [(8, (1, 8)), (16, (9,)), (40, (33,))]
     screened = token_classes([1, 8, 9, 33, 64], SCREENED_COLUMNS)
     assert [(one.columns, one.screened) for one in screened] == [(8, 8), (16, 9), (64, 64)]
+    powers = token_columns(SM100)
+    assert with_class_starts([24, 64], powers) == [24, 33, 64] and token_classes([33], powers)[0].columns == 64
     for bad in ([0], [65], [1, 65]):
         with pytest.raises(ValueError, match="1 to 64"):
-            token_classes(bad)
+            token_classes(bad, WIDTHS)

@@ -20,6 +20,7 @@ from lowlat_cli.tuning.choose import AS_FAST, ONE_CONFIG_COST, ONE_SPLIT_COST
 from lowlat_cli.tuning.jobs import BACK_TO_BACK
 from lowlat_gemm import settings
 from lowlat_gemm.arch import SM90
+from lowlat_gemm.kernels.split_k import token_columns
 from lowlat_gemm.tables import load_table_file
 
 pytestmark = pytest.mark.usefixtures("clean_settings")
@@ -77,7 +78,7 @@ def test_the_table_holds_what_was_found(lowlat, fake_gpu, tmp_path):
 def screened(count: int) -> list[str]:
     """The first candidates that a run of SHAPE looks at."""
     shape = run_module.Shape(48, 256, ("48x256",))
-    request = run_module.Request((shape,), (1, 4, 9, 16, 17, 24), 3)
+    request = run_module.Request((shape,), (1, 4, 9, 16, 17, 24), token_columns(SM90), 3)
     tuner = run_module.Tuner(request, SM90, device_of(SM90), command.Supervisor([]), command.Journal(None, {}), None)
     return [str(one) for one in next(iter(tuner._screens(shape))).candidates[:count]]
 

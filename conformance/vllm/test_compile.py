@@ -11,7 +11,7 @@ from conformance.fakes import TOY_K as K
 from conformance.fakes import bf16, cuda, device_of, same_bits, toy_table, use_table
 from conformance.vllm.conftest import LAYERS, SERVED, made, run
 from lowlat_gemm.adapters import vllm as adapter
-from lowlat_gemm.adapters.torch_nn import InstallReport
+from lowlat_gemm.adapters.report import InstallReport
 from lowlat_gemm.adapters.methods import PlannedMethod
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.reference import parity, reference_gemm

@@ -17,7 +17,7 @@ from ..dispatch import Plan, missing_packages_refusal
 from ..execute import compile_ahead, device_plan, log_refusal, run_or_refuse
 from ..operands import Reason, Refusal, check_weight
 from ..torch_op import linear, linear_or_refuse, names_of, storage_of, tables_argument
-from .torch_nn import InstallReport
+from .report import InstallReport, install_problem
 
 
 #: The class that wraps layers for LoRA, by its name in vLLM and in SGLang: importing it costs every other start.
@@ -132,9 +132,8 @@ class Framework:
         if missing_packages_refusal() is None:
             failed = compile_ahead(unit for plan in plans.values() for unit in plan.units())
         for name, plan in list(plans.items()):
-            problem = next((failed[unit] for unit in plan.units() if unit in failed), None)
-            if plan.every_m and problem is not None:  # batch-invariant mode: every M or none
-                skipped[name] = Refusal(Reason.BACKEND_UNAVAILABLE, problem.splitlines()[0])
+            if (problem := install_problem(plan, failed)) is not None:
+                skipped[name] = problem
                 del plans[name]
                 continue
             module = model.get_submodule(name)

@@ -16,7 +16,7 @@ from .. import __version__, settings
 from ..dispatch import family_names
 from ..operands import Reason, Refusal
 from .methods import Framework, PlannedMethod, original, summary
-from .torch_nn import InstallReport
+from .report import InstallReport
 
 _LOG = logging.getLogger("lowlat_gemm")
 #: What a worker loads its model with; its module is that of workers, so other processes need not import it.

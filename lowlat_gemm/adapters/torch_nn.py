@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from .. import settings
-from ..dispatch import Plan, entry_refusal, family_names, missing_packages_refusal
-from ..execute import (
-    compile_ahead,
-    compiled_for,
-    context_refusal,
-    device_plan,
-    launch,
-    log_refusal,
-    operand_refusal,
-    tensor_refusal,
-)
+from ..dispatch import Plan, family_names, missing_packages_refusal
+from ..execute import compile_ahead, context_refusal, device_plan, log_refusal, tensor_refusal
 from ..operands import Reason, Refusal, check_weight
-from ..ready import READY, run_ready
+from ..ready import run_ready
+from ..torch_op import linear_or_refuse
+from .report import InstallReport, install_problem
 
 _LOG = logging.getLogger("lowlat_gemm")
 
@@ -40,8 +31,6 @@ class PlannedLinear(torch.nn.Linear):
 
     #: Families to look in, None for all. Set by the install.
     lowlat_tables: tuple[str, ...] | None = None
-    #: (what the plan depends on, the plan or why there is none); resolved at the first call.
-    _lowlat_resolved: tuple[tuple, Plan | Refusal] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         parameters = self._parameters  # an attribute of a module costs ten times a look into the dictionary behind it
@@ -57,70 +46,18 @@ class PlannedLinear(torch.nn.Linear):
             log_refusal(input, self.weight, y)
         return super().forward(input)
 
-    def __getstate__(self):
-        # A plan belongs to the GPU of this process; copies resolve their own.
-        return {key: value for key, value in self.__dict__.items() if key != "_lowlat_resolved"}
-
     def __prepare_scriptable__(self) -> torch.nn.Linear:
         # torch.jit.script takes this in our place: its language has no plans.
         linear = torch.nn.Linear.__new__(torch.nn.Linear)
-        linear.__dict__.update(self.__getstate__())
+        linear.__dict__.update(self.__dict__)
         return linear
-
-    def plan(self) -> Plan | Refusal:
-        """The plan of the weight as it is now, where it is now, under the settings of now; or why there is none."""
-        weight = self.weight
-        key = (settings.current(), weight.device, weight.shape)
-        if self._lowlat_resolved is None or self._lowlat_resolved[0] != key:
-            if weight.device.type != "cuda":
-                plan = Refusal(Reason.CAPABILITY, f"the weight is on {weight.device}")
-            elif weight.dim() != 2:
-                plan = Refusal(Reason.WEIGHT_LAYOUT, f"weight has {weight.dim()} dimensions")
-            else:
-                plan = device_plan(weight.device.index, *weight.shape, self.lowlat_tables)
-            self._lowlat_resolved = (key, plan)
-        return self._lowlat_resolved[1]
 
     def run_or_refuse(self, x: torch.Tensor) -> torch.Tensor | Refusal:
         """y, or why the module's own GEMM must run. Leading dimensions of x count as tokens."""
         refusal = context_refusal() or tensor_refusal(x) or tensor_refusal(self.weight)
         if refusal is not None:
             return refusal
-        if self.bias is not None:
-            return Refusal(Reason.BIAS)
-        plan = self.plan()
-        if type(plan) is Refusal:
-            return plan
-        n, k = plan.spec.n, plan.spec.k
-        if x.dim() < 1 or x.shape[-1] != k:
-            return Refusal(Reason.K_MISMATCH, f"x is {tuple(x.shape)}, weight has K = {k}")
-        m = x.numel() // k
-        refusal = entry_refusal(plan, m, False)
-        if refusal is not None:
-            return refusal
-        rows = x if x.dim() == 2 else x.reshape(m, k)
-        refusal = operand_refusal(rows, self.weight)
-        if refusal is not None:
-            return refusal
-        compiled = compiled_for(plan.entry(m, False), x.device.index)
-        if type(compiled) is Refusal:
-            return compiled
-        READY.add(self.lowlat_tables, x.device, n, k, m, compiled)
-        y = launch(compiled, rows, self.weight)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
-
-
-@dataclass(frozen=True)
-class InstallReport:
-    """What ``enable_low_latency_gemm`` did: module names that run through plans, and why each other linear does not."""
-
-    installed: tuple[str, ...] = ()
-    skipped: dict[str, Refusal] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [f"lowlat_gemm: {len(self.installed)} linears installed, {len(self.skipped)} left alone"]
-        lines += [f"  {name}: {refusal}" for name, refusal in self.skipped.items()]
-        return "\n".join(lines)
+        return Refusal(Reason.BIAS) if self.bias is not None else linear_or_refuse(x, self.weight, self.lowlat_tables)
 
 
 def _tied_weights(module: torch.nn.Module) -> set[int]:
@@ -145,23 +82,26 @@ def enable_low_latency_gemm(
     """
     names = family_names(tables)
     tied = _tied_weights(module)
-    installed, skipped, plans = [], {}, []
+    taken, skipped = {}, {}
     for name, submodule in module.named_modules():
         if not isinstance(submodule, torch.nn.Linear):
             continue
         _undo(submodule)
         plan = _plan_or_refusal(submodule, dtype, names, tied)
-        if isinstance(plan, Refusal):
-            skipped[name] = plan
+        (skipped if isinstance(plan, Refusal) else taken)[name] = plan
+    failed = {}
+    if missing_packages_refusal() is None:
+        failed = compile_ahead(unit for plan in taken.values() for unit in plan.units(residual=False))
+    for name, plan in list(taken.items()):
+        if (problem := install_problem(plan, failed)) is not None:
+            skipped[name] = problem
+            del taken[name]
             continue
+        submodule = module.get_submodule(name)
         submodule.__class__ = PlannedLinear
         submodule.lowlat_tables = names
-        plans.append(plan)
-        installed.append(name)
-    if missing_packages_refusal() is None:
-        compile_ahead(unit for plan in plans for unit in plan.units(residual=False))
-    report = InstallReport(tuple(installed), skipped)
-    _LOG.info("%d linears installed, %d left alone", len(installed), len(skipped))
+    report = InstallReport(tuple(taken), skipped)
+    _LOG.info("%d linears installed, %d left alone", len(taken), len(skipped))
     _LOG.debug("%s", report)
     return report
 
@@ -196,8 +136,7 @@ def _undo(module: torch.nn.Module) -> bool:
     if type(module) is not PlannedLinear:
         return False
     module.__class__ = torch.nn.Linear
-    for name in ("lowlat_tables", "_lowlat_resolved"):
-        module.__dict__.pop(name, None)
+    module.__dict__.pop("lowlat_tables", None)
     return True
 
 

@@ -19,7 +19,7 @@ from ..dispatch import family_names
 from ..operands import Reason, Refusal
 from . import vllm_kimi_k3
 from .methods import summary
-from .torch_nn import InstallReport
+from .report import InstallReport
 
 _LOG = logging.getLogger("lowlat_gemm")
 #: The package's name, which is another one in a tree that has a copy.

@@ -9,7 +9,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from . import device
 from .compile_cache import CompileUnit
-from .fused_a import K_BLOCK, ROW_TILE, TOKEN_GROUP, FusedASpec
+from .fused_a import K_BLOCK, TOKEN_GROUP, FusedASpec
 
 _DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 _PTX_TYPES = {BFloat16: "bf16", Float16: "f16"}

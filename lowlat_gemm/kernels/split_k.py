@@ -31,11 +31,11 @@ K_UNIT = 128
 K_BLOCK = 64
 #: Rows that one warpgroup multiplies.
 WARPGROUP_ROWS = 64
-#: Tokens of a tile. On SM90 any multiple of 8, which is what wgmma takes: a tile that is wider than M has it by rows that
-#: the tensor map fills with zeros, and those are slow (at M = 33 a tile of 64 took 1.2 to 2 times as long as at M = 64).
-TOKEN_COLUMNS = tuple(range(8, 65, 8))
-#: Of tensor memory, that allocates powers of two.
-TENSOR_MEMORY_TOKEN_COLUMNS = (8, 16, 32, 64)
+#: Tokens of a tile. wgmma takes any multiple of 8, and a tile much wider than M is slow, for the tensor map fills its rest
+#: with zeros: at M = 33 a tile of 64 took up to 1.9 times as long as at M = 64 (hw_matrix/records/sm90/h200-tune-k3-tp8.json).
+_WGMMA_TOKEN_COLUMNS = tuple(range(8, 65, 8))
+#: Tensor memory is allocated by powers of two.
+_TENSOR_MEMORY_TOKEN_COLUMNS = (8, 16, 32, 64)
 MAX_SPLIT = 8
 
 
@@ -116,9 +116,14 @@ CTA_RESERVED_BYTES = 1024
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+def token_columns(arch: Arch) -> tuple[int, ...]:
+    """The widths of a token tile on ``arch``, in tokens."""
+    return _WGMMA_TOKEN_COLUMNS if arch == SM90 else _TENSOR_MEMORY_TOKEN_COLUMNS
+
+
 def parse_config(values: Mapping[str, int]) -> SplitKConfig:
     """A config from a table's mapping. Raises ValueError naming missing, unknown or wrong entries."""
-    optional = {"k_blocks": 1, "prefetch": 0, "trigger": 0, "token_stages": 0}
+    optional = {"k_blocks": 1, "prefetch": 0, "trigger": 6, "token_stages": 0}
     return config_from(SplitKConfig, NAME, values, optional)
 
 
@@ -173,9 +178,8 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: SplitKConfig, *, residua
         return f"K = {k}: expected a multiple of 8, the 16-byte pitch of a tensor map"
     if config.rows % 8 or not 8 <= config.rows <= 2 * WARPGROUP_ROWS:
         return f"rows {config.rows}: expected a multiple of 8, at most {2 * WARPGROUP_ROWS}"
-    widths = TOKEN_COLUMNS if arch == SM90 else TENSOR_MEMORY_TOKEN_COLUMNS
-    if config.token_columns not in widths:
-        return f"token_columns {config.token_columns}: expected one of {widths}"
+    if config.token_columns not in token_columns(arch):
+        return f"token_columns {config.token_columns}: expected one of {token_columns(arch)}"
     if not 1 <= config.split <= MAX_SPLIT:
         return f"split {config.split}: expected 1 to {MAX_SPLIT}, the ranks of a portable cluster"
     if config.split > -(-k // K_UNIT):

@@ -18,14 +18,13 @@ from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
 from lowlat_gemm.kernels.registry import every_backend
 from lowlat_gemm.kernels.skinny import SkinnyConfig
-from lowlat_gemm.kernels.split_k import TOKEN_COLUMNS, SplitKConfig, shared_memory_bytes
+from lowlat_gemm.kernels.split_k import SplitKConfig, shared_memory_bytes
 
 #: Shared memory of an SM of the generations served so far, and what the system takes of it for each CTA.
 _SM_SHARED_BYTES, _CTA_RESERVED_BYTES = 228 * 1024, 1024
 #: A CTA may take so much and still leave room for one of the next kernel: the launches of a chain overlap.
 HALF_AN_SM = _SM_SHARED_BYTES // 2 - _CTA_RESERVED_BYTES
-#: Tokens up to which dot products on CUDA cores are worth a try: beyond, the tensor cores' kernels won every cell of
-#: hw_matrix/records/sm90/h200-bench-skinny-tp8.json.
+#: Tokens up to which dot products on CUDA cores are worth a try; beyond, it is assumed that tensor cores win.
 SKINNY_TOKENS = 4
 #: Loads that are still to be requested when the next kernel is let go, by blocks of 64 K in a load.
 TRIGGERS = {1: (2, 4, 6, 8, 10, 12, 14), 2: (2, 4, 5, 6, 7, 10, 12)}
@@ -93,7 +92,7 @@ class TokenClass:
         return self.tokens[-1]
 
 
-def token_classes(tokens: Iterable[int], widths: Sequence[int] = TOKEN_COLUMNS) -> list[TokenClass]:
+def token_classes(tokens: Iterable[int], widths: Sequence[int]) -> list[TokenClass]:
     """``tokens`` by the least of ``widths`` that holds them. ValueError for a count above the widest."""
     wanted = sorted(set(tokens))
     if wanted and not 1 <= wanted[0] <= wanted[-1] <= widths[-1]:
@@ -108,14 +107,14 @@ def screened_width(columns: int) -> int:
     return next(width for width in SCREENED_COLUMNS if columns <= width)
 
 
-def with_class_starts(tokens: Iterable[int]) -> list[int]:
+def with_class_starts(tokens: Iterable[int], widths: Sequence[int]) -> list[int]:
     """``tokens`` and the first count of each class that they leave open below: 16, 24 gives 16, 17, 24.
 
     A count between two measured ones is served where both have one config, and a config ends where its class does.
     """
     wanted = sorted(set(tokens))
-    lows = dict(zip(TOKEN_COLUMNS, (0, *TOKEN_COLUMNS)))
-    starts = {lows[one.columns] + 1 for one in token_classes(wanted) if lows[one.columns] >= wanted[0]}
+    lows = dict(zip(widths, (0, *widths)))
+    starts = {lows[one.columns] + 1 for one in token_classes(wanted, widths) if lows[one.columns] >= wanted[0]}
     return sorted({*wanted, *starts})
 
 

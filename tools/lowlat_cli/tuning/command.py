@@ -11,6 +11,7 @@ from pathlib import Path
 from lowlat_gemm import settings
 from lowlat_gemm.arch import Arch
 from lowlat_gemm.kernels.compiling import fill_store, store_in
+from lowlat_gemm.kernels.split_k import token_columns
 from lowlat_gemm.tables import TableError, available_tables, load_table, load_table_file
 from lowlat_gemm.tables.loader import table_folders
 
@@ -76,8 +77,9 @@ def make_request(
     if unasked := added - wanted:
         names = ", ".join(f"{n}x{k}" for n, k in sorted(unasked))
         raise ValueError(f"--residual {names}: not among the shapes to tune")
+    widths = token_columns(arch)
     return Request(
-        tuple(dict.fromkeys(shapes)), tuple(with_class_starts(tokens)), most, frozenset(added),
+        tuple(dict.fromkeys(shapes)), tuple(with_class_starts(tokens, widths)), widths, most, frozenset(added),
         {key: tuple(found) for key, found in known.items()}, minutes,
     )  # fmt: skip
 

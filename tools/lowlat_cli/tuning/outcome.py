@@ -18,6 +18,8 @@ class Request:
 
     shapes: tuple[Shape, ...]
     tokens: tuple[int, ...]
+    #: Of token tiles, that the generation has.
+    widths: tuple[int, ...]
     most: int
     residual: frozenset[tuple[int, int]] = frozenset()
     known: dict[tuple[int, int], tuple[Candidate, ...]] = field(default_factory=dict)
@@ -26,7 +28,7 @@ class Request:
     @property
     def classes(self) -> list[TokenClass]:
         """The token counts by what one config can serve."""
-        return token_classes(self.tokens)
+        return token_classes(self.tokens, self.widths)
 
     @property
     def screens(self) -> list[TokenClass]:
