@@ -84,6 +84,26 @@ def compiled_for(entry: PlanEntry, ordinal: int):
         return Refusal(Reason.BACKEND_UNAVAILABLE, str(error).splitlines()[0])
 
 
+def kernels_of(units: Iterable[CompileUnit]) -> list[Callable]:
+    """The compiled kernels of ``units``, for a caller that asked for them and has nothing to fall back to.
+
+    Raises ImportError naming missing packages, CaptureError where one would have to be compiled while the current
+    stream is captured, CompileError where one does not compile.
+    """
+    units = list(units)
+    missing = [unit for unit in units if COMPILE_CACHE.peek(unit) is None]
+    if missing:
+        refusal = missing_packages_refusal()
+        if refusal is not None:
+            raise ImportError(str(refusal))
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"{missing[0].kernel} is not compiled: prepare it before graph capture begins")
+        problems = compile_ahead(missing)
+        if problems:
+            raise CompileError("; ".join(problems.values()))
+    return [COMPILE_CACHE.get(unit) for unit in units]
+
+
 def launch(compiled, x, weight, residual=None, y=None):
     """Launches on x's device and torch's current stream there; returns ``y`` [M, N], a new one of x's dtype by default.
 

@@ -23,6 +23,8 @@ ALLOWED = {
     "dispatch": {"arch", "backends", "kernels", "operands", "settings", "tables"},
     "ready": {"dispatch", "operands", "settings"},
     "execute": {"arch", "dispatch", "kernels", "operands", "ready", "settings", "tables"},
+    "tensor_map": {"operands"},
+    "projection": {"arch", "dispatch", "execute", "kernels", "operands", "settings", "tables", "tensor_map"},
     "torch_op": {"execute", "operands", "ready", "settings"},
     "warmup": {"dispatch", "execute", "operands"},
     "adapters": {"dispatch", "execute", "operands", "ready", "settings", "torch_op", "warmup"},

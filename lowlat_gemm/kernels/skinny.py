@@ -113,6 +113,11 @@ def clamped(config: SkinnyConfig, k: int) -> SkinnyConfig:
     return replace(config, k_unroll=min(config.k_unroll, k // config.step))
 
 
+def with_static_k(config: SkinnyConfig, k: int) -> SkinnyConfig:
+    """The config compiled for K = ``k`` alone."""
+    return replace(clamped(config, k), static_k=k)
+
+
 def compile_unit(
     arch: Arch, n: int, k: int, m: int, config: SkinnyConfig, *, residual: bool = False, dtype: str = "bfloat16"
 ) -> CompileUnit:
