@@ -156,7 +156,7 @@ class Projection(_OwnedWeight):
             config = skinny.default_config(self.arch, self.n, self.k, tokens)
             if config is None or self.k % (config.block_size * 8) or self.n % config.outputs_per_block:
                 return None
-        config = skinny.with_static_k(config, self.k)
+        config = skinny.with_static_k(self.arch, config, self.k)
         if skinny.why_not(self.arch, self.n, self.k, tokens, config) is not None:
             return None
         dtype = _name(self.weight.dtype)

@@ -10,8 +10,8 @@ from lowlat_gemm import PreparedProjection, Projection, compile_projection, exec
 from lowlat_gemm.kernels.split_k import SplitKConfig
 from lowlat_gemm.reference import parity, reference_gemm
 
-#: (N, K): a projection of GLM-5.3-Flash's size and of Kimi-K3's, and one that ends in every tail of split_k.
-SHAPES = [(2048, 2048), (1536, 7168), (104, 1032)]
+#: (N, K): GLM-5.3-Flash's dsa_fused_qkv_a, Kimi-K3's f_a at TP 8, and one that ends in every tail of split_k.
+SHAPES = [(2048, 4096), (1536, 7168), (104, 1032)]
 SPLIT_K_TOKENS = (3, 4, 8, 9, 16, 24, 33, 64)
 #: One tactic a token tile, several splits, one and two row warpgroups, and what a config has besides the tactic.
 POLICIES = {4: (56, 8, 4, 10), 8: (128, 8, 2, 4), 16: (64, 16, 3, 6), 32: (48, 32, 1, 5), 64: (64, 64, 2, 6), 100: (64, 64, 2, 6)}

@@ -11,7 +11,7 @@ import lowlat_gemm
 from conformance.fakes import bf16, clean_settings, cuda, device_of, execute, fake_table, public_world  # noqa: F401
 from conformance.fakes import TOY_CONFIG, run_python, use_table
 from lowlat_gemm import PreparedProjection, Projection, compile_projection, settings
-from lowlat_gemm.arch import ARCHES, SM90, SM100, DeviceProperties
+from lowlat_gemm.arch import ARCHES, SM90, SM100, SM107, DeviceProperties
 from lowlat_gemm.kernels.compile_cache import CompileError
 from lowlat_gemm.kernels.split_k import SplitKConfig, default_config, shared_memory_bytes, why_not
 from lowlat_gemm.reference import parity, reference_gemm
@@ -378,6 +378,14 @@ except ImportError as error:
 """
     result = run_python("-c", code, folder=tmp_path, hide=("cutlass", "tvm_ffi"))
     assert "not installed: nvidia-cutlass-dsl, apache-tvm-ffi" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(("arch", "unroll"), [(SM90, 2), (SM107, 1)], ids=str)
+def test_a_static_k_of_one_chunk_is_cut_in_two_where_it_would_spill(arch, unroll):
+    with torch.no_grad(), cuda(device_of(arch)) as fake:
+        Projection(bf16(96, 1536))(bf16(4, 1536))
+    config = launched(fake)[0].spec.config
+    assert (config.step, config.k_unroll, config.static_k) == (768, unroll, 1536)
 
 
 # split_k's default
