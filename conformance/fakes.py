@@ -28,6 +28,7 @@ from lowlat_gemm.tables.schema import frozen
 # Not `from lowlat_gemm import execute`: it needs torch, and the package resolves names lazily.
 execute = importlib.import_module("lowlat_gemm.execute")
 projection = importlib.import_module("lowlat_gemm.projection")
+prepared_projection = importlib.import_module("lowlat_gemm.prepared_projection")
 tensor_map = importlib.import_module("lowlat_gemm.tensor_map")
 
 PACKAGE = Path(lowlat_gemm.__file__).parent
@@ -173,7 +174,7 @@ def cuda(device: DeviceProperties | list[DeviceProperties]):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: fake.current, raising=False)
-        for module in (arch_module, execute, projection):
+        for module in (arch_module, execute, prepared_projection, projection):
             patch.setattr(module, "device_properties", lambda ordinal: fake.devices[ordinal])
         patch.setattr(tensor_map, "_encode", fake.encode)
         patch.setattr(execute, "COMPILE_CACHE", fake.cache)

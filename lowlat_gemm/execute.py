@@ -27,7 +27,7 @@ from .dispatch import (
 )
 from .kernels.compile_cache import CompileCache, CompileError, CompileUnit, Made
 from .kernels.compiling import make, make_all, store_in
-from .operands import Reason, Refusal, check_operands
+from .operands import Reason, Refusal, aliasing_problem, check_operands
 from .ready import READY, run_ready
 from .tables import TableError
 
@@ -107,10 +107,15 @@ def kernels_of(units: Iterable[CompileUnit]) -> list[Callable]:
 def launch(compiled, x, weight, residual=None, y=None):
     """Launches on x's device and torch's current stream there; returns ``y`` [M, N], a new one of x's dtype by default.
 
-    The operands must have passed ``check_operands``; rows of a given ``y`` have unit stride and any pitch.
+    The operands must have passed ``check_operands``; rows of a given ``y`` have unit stride and any pitch. It may be the
+    residual itself; ValueError where it shares memory with an operand otherwise.
     """
     if y is None:
         y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    else:
+        problem = aliasing_problem(y, x, weight, residual)
+        if problem is not None:
+            raise ValueError(problem)
     if x.shape[0] == 1 and x.stride(0) % 8:
         # The stride of a single row means nothing, but a tensor map takes whole 16-byte words alone.
         x = x.as_strided(x.shape, (x.shape[1], 1))

@@ -161,3 +161,21 @@ def overlap(a, b) -> bool:
         return True
     column = distance % period
     return not (column >= width(a) and column + width(b) <= period)
+
+
+def aliasing_problem(y, x, weight, residual=None) -> str | None:
+    """Why a caller's own output ``y`` [M, N] cannot be where it is, or None. All are matrices of unit inner stride.
+
+    It shares no memory with x and weight, which other CTAs still read when the first ones store. A residual may be y
+    itself, of the same dtype and pitch: each element is read by the thread that writes it, just before. Shared in part,
+    or with other strides, one thread's y would be another one's residual.
+    """
+    for name, operand in (("x", x), ("the weight", weight)):
+        if overlap(y, operand):
+            return f"the output shares memory with {name}"
+    if residual is None or not overlap(y, residual):
+        return None
+    same_rows = y.shape[0] == 1 or y.stride(0) == residual.stride(0)
+    if y.data_ptr() == residual.data_ptr() and y.dtype == residual.dtype and same_rows:
+        return None
+    return "the output shares memory with the residual and is not the same matrix"

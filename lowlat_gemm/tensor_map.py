@@ -23,9 +23,10 @@ def matrix_view(tensor, *, output: bool = False):
     """``tensor`` [rows, columns] with strides that every kernel takes: (pitch, 1), on the same storage.
 
     A row pitch of the caller's is kept. Where an extent is 1 its stride means nothing and may be anything (a transposed
-    one-column tensor, a row cut from a wider buffer); it becomes the one that the extent of the other gives. ValueError,
-    naming what was found, for a tensor that is not 2-D, has an inner stride other than 1 or overlapping rows, and unless
-    it is an ``output`` for a pitch or a start that is not on 16 bytes: outputs are written by element where need be.
+    one-column tensor, a row cut from a wider buffer): a single row gets the width in whole 16-byte words for a pitch,
+    a single column unit stride. ValueError, naming what was found, for a tensor that is not 2-D, has an inner stride
+    other than 1 or overlapping rows, and unless it is an ``output`` for a pitch or a start that is not on 16 bytes:
+    outputs are written by element where need be.
     """
     if tensor.dim() != 2:
         raise ValueError(f"expected a matrix [rows, columns], found {tensor.dim()} dimensions")
@@ -48,7 +49,7 @@ def matrix_view(tensor, *, output: bool = False):
 
 
 def check_projection_weight(weight) -> None:
-    """ValueError, naming what was found, unless ``weight`` is a BF16 or FP16 [N, K] matrix with 16-byte rows on CUDA."""
+    """ValueError, naming what was found, unless ``weight`` is a BF16 or FP16 [N, K] of 16-byte rows on CUDA."""
     if weight.dim() != 2 or weight.dtype not in _DATA_TYPES:
         raise ValueError(f"expected a BF16 or FP16 weight [N, K], found {weight.dtype} {tuple(weight.shape)}")
     if 0 in weight.shape:

@@ -1,4 +1,4 @@
-"""Projection objects: parity at every token count that they serve, padded rows, pitches, dtypes, capture and replays."""
+"""Projection objects: parity at every token count that they serve, padded rows, pitches, dtypes, capture, replays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from lowlat_gemm.reference import parity, reference_gemm
 #: (N, K): GLM-5.3-Flash's dsa_fused_qkv_a, Kimi-K3's f_a at TP 8, and one that ends in every tail of split_k.
 SHAPES = [(2048, 4096), (1536, 7168), (104, 1032)]
 SPLIT_K_TOKENS = (3, 4, 8, 9, 16, 24, 33, 64)
-#: One tactic a token tile, several splits, one and two row warpgroups, and what a config has besides the tactic.
-POLICIES = {4: (56, 8, 4, 10), 8: (128, 8, 2, 4), 16: (64, 16, 3, 6), 32: (48, 32, 1, 5), 64: (64, 64, 2, 6), 100: (64, 64, 2, 6)}
+#: One tactic a token tile, several splits, one and two row warpgroups, and what a config has besides it.
+POLICIES = {
+    4: (56, 8, 4, 10),
+    8: (128, 8, 2, 4),
+    16: SplitKConfig(64, 16, 3, 3, k_blocks=2, trigger=2),
+    32: (48, 32, 1, 5),
+    64: SplitKConfig(64, 64, 2, 6, token_stages=4),
+    100: (64, 64, 2, 6),
+}
 REPLAYS = 1000
 
 
@@ -59,6 +66,22 @@ def test_prepared_projection_at_every_prepared_count(arch, n, k, output_dtype, k
             if kind == "integer":
                 want = data.reference(m, False).value.to(output_dtype)
                 assert torch.equal(out, want), f"{where}: {int((out != want).sum())} elements differ"
+
+
+@pytest.mark.parametrize("output_dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+def test_a_prepared_residual_also_in_place(arch, output_dtype):
+    for n, k in SHAPES:
+        data = operands(n, k, "random", tokens=max(POLICIES))
+        prepared = PreparedProjection(data.weight, POLICIES, output_dtype=output_dtype, residual=True).prepare()
+        for m in POLICIES:
+            out = torch.full((m, n), float("nan"), dtype=output_dtype, device="cuda")
+            prepared.run(data.x[:m], out, data.residual[:m].to(output_dtype))
+            report = parity(out, data.reference(m, True))
+            assert report.ok, f"M = {m}, {n}x{k}: {report}"
+            for pitch in (n, n + 3):
+                into = poisoned(data.residual[:m].to(output_dtype), pitch)
+                prepared.run(data.x[:m], into, into)
+                assert torch.equal(into, out), f"M = {m}, {n}x{k}, pitch {pitch}: in place differs"
 
 
 def test_padding_rows_are_input_and_change_no_other_row(arch):
@@ -121,7 +144,7 @@ def test_a_weight_that_moves_is_read_where_it_is(arch):
 
 
 def test_the_driver_encodes_a_map(arch):
-    """That the driver takes every weight that is accepted; what TMA loads through a map needs a kernel that keeps one."""
+    """That the driver takes every weight that is accepted; what TMA loads through a map is not looked at here."""
     for n, k in (*SHAPES, (1, 8)):
         weight = poisoned(operands(n, k, "random").weight, k + 16)
         maps = [weight_map(weight, rows) for rows in (1, 56, 256)]

@@ -25,6 +25,7 @@ ALLOWED = {
     "execute": {"arch", "dispatch", "kernels", "operands", "ready", "settings", "tables"},
     "tensor_map": {"operands"},
     "projection": {"arch", "dispatch", "execute", "kernels", "operands", "settings", "tables", "tensor_map"},
+    "prepared_projection": {"arch", "execute", "kernels", "projection", "tensor_map"},
     "torch_op": {"execute", "operands", "ready", "settings"},
     "warmup": {"dispatch", "execute", "operands"},
     "adapters": {"dispatch", "execute", "operands", "ready", "settings", "torch_op", "warmup"},

@@ -82,7 +82,8 @@ def test_split_k_tokens_take_split_k_where_there_is_a_tactic(gpu, weight):
 
 def test_configs_of_the_tables_come_first(gpu, monkeypatch, weight):
     tactic = {"rows": 24, "token_columns": 16, "split": 2, "stages": 3, "trigger": 1}
-    use_table(monkeypatch, fake_table({2: ("skinny", TOY_CONFIG), 9: ("split_k", tactic), 10: ("flashinfer", {})}, n=N, k=K))
+    cells = {2: ("skinny", TOY_CONFIG), 9: ("split_k", tactic), 10: ("flashinfer", {})}
+    use_table(monkeypatch, fake_table(cells, n=N, k=K))
     projection = Projection(weight, split_k_tokens=[9, 10])
     for m in (1, 2, 9, 10):
         projection(bf16(m, K))
@@ -294,9 +295,9 @@ def test_an_output_that_is_none(gpu, weight, make, found):
 def test_an_output_over_an_input(gpu, weight):
     prepared, buffer = PreparedProjection(weight, TACTICS).prepare(), bf16(8, K + N)
     prepared.run(buffer[:, :K], buffer[:, K:])
-    with pytest.raises(ValueError, match="out shares memory with x"):
+    with pytest.raises(ValueError, match="the output shares memory with x"):
         prepared.run(buffer[:, :K], buffer[:, K - 1 : K + N - 1])
-    with pytest.raises(ValueError, match="out shares memory with the weight"):
+    with pytest.raises(ValueError, match="the output shares memory with the weight"):
         prepared.run(bf16(8, K), weight[:8, :N])
 
 
@@ -349,6 +350,23 @@ def test_the_device_of_the_weight_is_entered(gpu):
     assert set(gpu.entered) == {1}
 
 
+def test_a_residual_is_added_where_the_object_was_made_for_one(gpu, weight):
+    prepared = PreparedProjection(weight, TACTICS, output_dtype=torch.float32, residual=True).prepare()
+    x, residual, out = bf16(8, K), bf16(8, N + 3, seed=3).float()[:, 1 : N + 1], torch.empty(8, N)
+    assert prepared.run(x, out, residual) is out and launched(gpu)[-1].spec.residual
+    assert parity(out, reference_gemm(x, weight, residual)).ok
+    into = residual.clone()
+    assert torch.equal(prepared.run(x, into, into), out), "in place"
+    with pytest.raises(ValueError, match="shares memory with the residual and is not the same matrix"):
+        prepared.run(x, residual[:, :N], residual.as_strided((8, N), (N + 3, 1), 2))
+    with pytest.raises(ValueError, match="expected residual .8, 96. of torch.float32 .* found .8, 96. of torch.bfloat16"):
+        prepared.run(x, out, residual.bfloat16())
+    with pytest.raises(ValueError, match="run without a residual; it was made with residual=True"):
+        prepared.run(x, out)
+    with pytest.raises(ValueError, match="run with a residual; it was made with residual=False"):
+        PreparedProjection(weight, TACTICS).prepare().run(x, bf16(8, N), bf16(8, N))
+
+
 # compile_projection
 
 
@@ -397,7 +415,8 @@ def test_a_static_k_of_one_chunk_is_cut_in_two_where_it_would_spill(arch, unroll
 def test_a_default_is_served_and_fills_the_gpu_once(arch, m, n, k):
     config = default_config(arch, n, k, m, 132)
     assert config is not None and why_not(arch, n, k, m, config) is None
-    assert config.token_columns >= min(m, 64) and shared_memory_bytes(config, "float32") <= arch.shared_memory_bytes // 2
+    assert config.token_columns >= min(m, 64)
+    assert shared_memory_bytes(config, "float32") <= arch.shared_memory_bytes // 2, "two do not share an SM"
     ctas = -(-n // config.rows) * config.split * -(-m // config.token_columns)
     assert ctas <= 264 or (config.rows, config.split) == (64, 1)
     if n * k > 10_000_000 and ctas <= 264:
