@@ -188,6 +188,27 @@ def kda_units(arch: Arch) -> list[CompileUnit]:
     return [*units, kda.compile_unit(arch, 1536, 128, 16, kda.skinny_k_config(8), dtype="float16")]
 
 
+#: Token counts that ``Projection`` has skinny for; named here, since that file needs torch.
+SKINNY_TOKENS = (1, 2, 4)
+
+#: Projections of GLM-5.3-Flash that no table names: dsa_fused_qkv_a, and dsa_q_b at TP 8.
+PROJECTION_SHAPES = [(2048, 4096), (2048, 1536)]
+H200_SMS = 132
+
+
+def projection_units(arch: Arch) -> list[CompileUnit]:
+    """The defaults of ``Projection``: skinny with a static K, split_k in each token tile, with an FP32 output too."""
+    units = []
+    for n, k in PROJECTION_SHAPES:
+        for m in SKINNY_TOKENS:
+            config = skinny.with_static_k(arch, skinny.default_config(arch, n, k, m), k)
+            units.append(skinny.compile_unit(arch, n, k, m, config))
+        for m, output in ((8, "float32"), (16, "bfloat16"), (32, "float32"), (64, "bfloat16")):
+            config = split_k.default_config(arch, n, k, m, H200_SMS)
+            units.append(split_k.compile_unit(arch, n, k, m, config, output_dtype=output))
+    return list(dict.fromkeys(units))
+
+
 def written_units(arch: Arch) -> list[CompileUnit]:
     """Every kernel and config of a generation that tables, defaults or tests of other configs can have compiled.
 
@@ -196,7 +217,7 @@ def written_units(arch: Arch) -> list[CompileUnit]:
     named = list(filter(None, map(written_unit, table_cases(arch))))
     # Of the test's configs every other one with residual, the rest without: ten minutes of compiling say no more.
     standing = [unit for i, unit in enumerate(split_k_units(arch)) if unit.spec.output_dtype != "bfloat16" or i % 4 in (0, 3)]
-    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing, *kda_units(arch)]))
+    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing, *kda_units(arch), *projection_units(arch)]))
 
 
 def unit_cases(arch: Arch) -> list[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -26,6 +27,9 @@ from lowlat_gemm.tables.schema import frozen
 
 # Not `from lowlat_gemm import execute`: it needs torch, and the package resolves names lazily.
 execute = importlib.import_module("lowlat_gemm.execute")
+projection = importlib.import_module("lowlat_gemm.projection")
+prepared_projection = importlib.import_module("lowlat_gemm.prepared_projection")
+tensor_map = importlib.import_module("lowlat_gemm.tensor_map")
 
 PACKAGE = Path(lowlat_gemm.__file__).parent
 TOOLS = Path(importlib.util.find_spec("lowlat_cli").origin).parent.parent
@@ -105,6 +109,8 @@ class FakeCuda:
     compile_error: Exception | None = None
     calls: list = field(default_factory=list)
     entered: list[int] = field(default_factory=list)
+    #: what each tensor map was made of
+    maps: list[tuple] = field(default_factory=list)
     #: start of a storage -> device; what is not named here is on cuda:0
     placed: dict[int, torch.device] = field(default_factory=dict)
 
@@ -112,13 +118,19 @@ class FakeCuda:
         self.placed[tensor.untyped_storage().data_ptr()] = torch.device(device)
         return tensor
 
+    def encode(self, *what) -> bytes:
+        """Stands for the driver's encoding of a tensor map: 128 bytes that depend on all that is in it."""
+        self.maps.append(what)
+        return hashlib.sha512(repr(what).encode()).digest() * 2
+
     def compiler(self, unit):
         """Stands for the DSL's: the "kernel" computes in FP64 what the unit's kernel has to."""
         if self.compile_error is not None:
             raise self.compile_error
 
         def kernel(x, weight, residual, out, stream):
-            assert out.shape == (x.shape[0], weight.shape[0]) and unit.spec.tokens == x.shape[0]
+            assert out.shape == (x.shape[0], weight.shape[0]) and x.stride(1) == weight.stride(1) == out.stride(1) == 1
+            assert getattr(unit.spec, "tokens", x.shape[0]) == x.shape[0]  # split_k serves every M
             self.calls.append((unit, x.shape[0]))
             value = x.double() @ weight.double().T
             out.copy_(value if residual is None else value + residual.double())
@@ -162,8 +174,9 @@ def cuda(device: DeviceProperties | list[DeviceProperties]):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: fake.current, raising=False)
-        for module in (arch_module, execute):
+        for module in (arch_module, execute, prepared_projection, projection):
             patch.setattr(module, "device_properties", lambda ordinal: fake.devices[ordinal])
+        patch.setattr(tensor_map, "_encode", fake.encode)
         patch.setattr(execute, "COMPILE_CACHE", fake.cache)
         patch.setattr(execute, "store_in", lambda folder: None)
         patch.setattr(dispatch, "missing_packages", lambda: ())

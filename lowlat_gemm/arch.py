@@ -128,6 +128,11 @@ def device_properties(ordinal: int) -> DeviceProperties:
     )
 
 
+def arch_of_device(ordinal: int) -> Arch | None:
+    """The ``Arch`` of CUDA device ``ordinal``, or None when it is not on the list."""
+    return arch_of_capability(device_properties(ordinal).capability)
+
+
 def resolve_arch(arch: str | Arch | None) -> Arch | None:
     """What an ``arch`` argument means: a name or Arch; None is the current CUDA device, without CUDA SM103.
 
@@ -141,4 +146,4 @@ def resolve_arch(arch: str | Arch | None) -> Arch | None:
         return DEFAULT_ARCH
     if not torch.cuda.is_available():
         return DEFAULT_ARCH
-    return arch_of_capability(device_properties(torch.cuda.current_device()).capability)
+    return arch_of_device(torch.cuda.current_device())

@@ -27,7 +27,7 @@ from .dispatch import (
 )
 from .kernels.compile_cache import CompileCache, CompileError, CompileUnit, Made
 from .kernels.compiling import make, make_all, store_in
-from .operands import Reason, Refusal, check_operands
+from .operands import Reason, Refusal, aliasing_problem, check_operands
 from .ready import READY, run_ready
 from .tables import TableError
 
@@ -84,13 +84,38 @@ def compiled_for(entry: PlanEntry, ordinal: int):
         return Refusal(Reason.BACKEND_UNAVAILABLE, str(error).splitlines()[0])
 
 
+def kernels_of(units: Iterable[CompileUnit]) -> list[Callable]:
+    """The compiled kernels of ``units``, for a caller that asked for them and has nothing to fall back to.
+
+    Raises ImportError naming missing packages, CaptureError where one would have to be compiled while the current
+    stream is captured, CompileError where one does not compile.
+    """
+    units = list(units)
+    missing = [unit for unit in units if COMPILE_CACHE.peek(unit) is None]
+    if missing:
+        refusal = missing_packages_refusal()
+        if refusal is not None:
+            raise ImportError(str(refusal))
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"{missing[0].kernel} is not compiled: prepare it before graph capture begins")
+        problems = compile_ahead(missing)
+        if problems:
+            raise CompileError("; ".join(problems.values()))
+    return [COMPILE_CACHE.get(unit) for unit in units]
+
+
 def launch(compiled, x, weight, residual=None, y=None):
     """Launches on x's device and torch's current stream there; returns ``y`` [M, N], a new one of x's dtype by default.
 
-    The operands must have passed ``check_operands``; rows of a given ``y`` have unit stride and any pitch.
+    The operands must have passed ``check_operands``; rows of a given ``y`` have unit stride and any pitch. It may be the
+    residual itself; ValueError where it shares memory with an operand otherwise.
     """
     if y is None:
         y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    else:
+        problem = aliasing_problem(y, x, weight, residual)
+        if problem is not None:
+            raise ValueError(problem)
     if x.shape[0] == 1 and x.stride(0) != x.shape[1]:
         # The stride of a single row means nothing, but a tensor map has rules for it.
         x = x.as_strided(x.shape, (x.shape[1], 1))

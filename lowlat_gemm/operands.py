@@ -76,21 +76,22 @@ def _stride_refusal(name: str, tensor, inner: Reason, row: Reason) -> Refusal | 
     return None
 
 
-def check_weight(weight, *, pitched: bool = False) -> Refusal | None:
+def check_weight(weight, *, pitched: bool = False, name: str = "weight") -> Refusal | None:
     """Whether ``weight`` can be served: a 2-D [N, K] matrix of packed rows on a 16-byte aligned start.
 
     With ``pitched`` a row pitch of whole 16-byte words above K is accepted as well (kernels and prepared objects).
+    ``name``: what the refusal calls it.
     """
     if weight.dim() != 2:
-        return Refusal(Reason.WEIGHT_LAYOUT, f"weight has {weight.dim()} dimensions")
-    refusal = _stride_refusal("weight", weight, Reason.WEIGHT_LAYOUT, Reason.WEIGHT_LAYOUT)
+        return Refusal(Reason.WEIGHT_LAYOUT, f"{name} has {weight.dim()} dimensions")
+    refusal = _stride_refusal(name, weight, Reason.WEIGHT_LAYOUT, Reason.WEIGHT_LAYOUT)
     if refusal is not None:
         return refusal
     rows, columns = weight.shape
     if not pitched and rows > 1 and weight.stride(0) != columns:
-        return Refusal(Reason.WEIGHT_LAYOUT, f"weight has row stride {weight.stride(0)} for K = {columns}")
+        return Refusal(Reason.WEIGHT_LAYOUT, f"{name} has row stride {weight.stride(0)} for K = {columns}")
     if weight.data_ptr() % ALIGNMENT_BYTES:
-        return Refusal(Reason.ALIGNMENT, f"weight starts {weight.data_ptr() % ALIGNMENT_BYTES} bytes past a boundary")
+        return Refusal(Reason.ALIGNMENT, f"{name} starts {weight.data_ptr() % ALIGNMENT_BYTES} bytes past a boundary")
     return None
 
 
@@ -133,3 +134,48 @@ def check_operands(x, weight, residual=None, *, pitched_weight: bool = False) ->
         misaligned = residual.data_ptr() % ALIGNMENT_BYTES
         refusal = Refusal(Reason.ALIGNMENT, f"residual starts {misaligned} bytes past a boundary")
     return refusal
+
+
+def overlap(a, b) -> bool:
+    """Whether two matrices of unit inner stride share memory; False for columns side by side in one buffer.
+
+    Exact where both have one row pitch or either has a single row; of different pitches, whether the spans overlap.
+    """
+
+    def pitch(matrix) -> int:
+        return matrix.stride(0) * matrix.element_size()
+
+    def width(matrix) -> int:
+        return matrix.shape[1] * matrix.element_size()
+
+    def span(matrix) -> int:
+        return (matrix.shape[0] - 1) * pitch(matrix) + width(matrix)
+
+    if 0 in a.shape or 0 in b.shape:
+        return False
+    distance = b.data_ptr() - a.data_ptr()
+    if distance >= span(a) or -distance >= span(b):
+        return False
+    period = pitch(a) if a.shape[0] > 1 else pitch(b)
+    if (b.shape[0] > 1 and pitch(b) != period) or period == 0:
+        return True
+    column = distance % period
+    return not (column >= width(a) and column + width(b) <= period)
+
+
+def aliasing_problem(y, x, weight, residual=None) -> str | None:
+    """Why a caller's own output ``y`` [M, N] cannot be where it is, or None. All are matrices of unit inner stride.
+
+    It shares no memory with x and weight, which other CTAs still read when the first ones store. A residual may be y
+    itself, of the same dtype and pitch: each element is read by the thread that writes it, just before. Shared in part,
+    or with other strides, one thread's y would be another one's residual.
+    """
+    for name, operand in (("x", x), ("the weight", weight)):
+        if overlap(y, operand):
+            return f"the output shares memory with {name}"
+    if residual is None or not overlap(y, residual):
+        return None
+    same_rows = y.shape[0] == 1 or y.stride(0) == residual.stride(0)
+    if y.data_ptr() == residual.data_ptr() and y.dtype == residual.dtype and same_rows:
+        return None
+    return "the output shares memory with the residual and is not the same matrix"

@@ -77,6 +77,8 @@ def test_every_public_name_resolves_to_what_its_module_has(name):
 
 def test_the_public_surface_of_the_specification_is_there():
     wanted = {"select_kimi_k3_backend", "try_low_latency_gemm", "enable_low_latency_gemm", "explain", "Arch", "Reason"}
+    wanted |= {"Projection", "PreparedProjection", "compile_projection", "matrix_view", "weight_map"}
+    wanted |= {"request_low_latency_warmup", "enable_kimi_k3_low_latency_gemm"}
     assert wanted <= set(lowlat_gemm.__all__)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..arch import Arch
+from ..arch import SM107, Arch
 from .compile_cache import CompileUnit
 from .config import config_from
 
@@ -111,6 +111,14 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: SkinnyConfig, *, residua
 def clamped(config: SkinnyConfig, k: int) -> SkinnyConfig:
     """The config with no more unrolling than ``k`` has whole steps: what is beyond would load nothing."""
     return replace(config, k_unroll=min(config.k_unroll, k // config.step))
+
+
+def with_static_k(arch: Arch, config: SkinnyConfig, k: int) -> SkinnyConfig:
+    """The config compiled for K = ``k`` alone."""
+    steps = k // config.step
+    # One chunk that is all of K is straight-line code, of which ptxas for SM107 spills 8 bytes at M = 4.
+    most = max(1, steps // 2) if arch == SM107 else steps
+    return replace(config, k_unroll=min(config.k_unroll, most), static_k=k)
 
 
 def compile_unit(

@@ -176,14 +176,20 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: SplitKConfig, *, residua
         return f"M = {m}, N = {n}, K = {k}: expected positive extents"
     if k % 8:
         return f"K = {k}: expected a multiple of 8, the 16-byte pitch of a tensor map"
+    problem = config_problem(arch, config, residual=residual)
+    if problem is None and config.split > -(-k // K_UNIT):
+        return f"split {config.split}: K = {k} has only {-(-k // K_UNIT)} units of {K_UNIT}"
+    return problem
+
+
+def config_problem(arch: Arch, config: SplitKConfig, *, residual: bool = False) -> str | None:
+    """The part of ``why_not`` that no shape plays a role in: why the config cannot run on ``arch`` at all, or None."""
     if config.rows % 8 or not 8 <= config.rows <= 2 * WARPGROUP_ROWS:
         return f"rows {config.rows}: expected a multiple of 8, at most {2 * WARPGROUP_ROWS}"
     if config.token_columns not in token_columns(arch):
         return f"token_columns {config.token_columns}: expected one of {token_columns(arch)}"
     if not 1 <= config.split <= MAX_SPLIT:
         return f"split {config.split}: expected 1 to {MAX_SPLIT}, the ranks of a portable cluster"
-    if config.split > -(-k // K_UNIT):
-        return f"split {config.split}: K = {k} has only {-(-k // K_UNIT)} units of {K_UNIT}"
     if config.k_blocks not in (1, 2):
         return f"k_blocks {config.k_blocks}: expected 1 or 2, so that slices end on stages"
     if not 2 <= config.stages <= 32 or config.token_stages not in (0, *range(2, 33)):
@@ -226,3 +232,39 @@ def compile_unit(
     """The unit of compilation that serves this config, for every M, N and K. The predicate must have agreed."""
     explicit = replace(config, prefetch=config.early_stages)
     return CompileUnit(NAME, arch.compile_target, SplitKSpec(explicit, dtype, output_dtype or dtype, residual, hold))
+
+
+#: Of ``default_config``: CTAs that share an SM, units of K that a rank has at least, and rows of a tile to choose from.
+DEFAULT_CTAS_PER_SM = 2
+DEFAULT_UNITS_PER_RANK = 4
+DEFAULT_ROWS = tuple(range(WARPGROUP_ROWS, 31, -8))
+
+
+def default_config(arch: Arch, n: int, k: int, m: int, sm_count: int) -> SplitKConfig | None:
+    """A sound config for a shape that no table has, on a device of ``sm_count`` SMs; None where there is none.
+
+    Not measured. The weight streams fastest when every SM has loads in flight from the first moment to the last, so:
+    as many CTAs as two an SM hold at once, in one wave; of equals the one with more rows, whose tokens are read less
+    often. A rank has at least 512 of K, below which adding up costs more than it gains. The ring takes its half of the
+    SM, and no more stages than a slice of K has. All M of one token tile get one split, and so the same bits.
+    """
+    columns = next((width for width in token_columns(arch) if width >= m), token_columns(arch)[-1])
+    units = -(-k // K_UNIT)
+    choices = {}
+    for rows in DEFAULT_ROWS:
+        for split in range(1, max(1, min(MAX_SPLIT, units // DEFAULT_UNITS_PER_RANK)) + 1):
+            ctas = -(-n // rows) * split * -(-m // columns)
+            if ctas <= DEFAULT_CTAS_PER_SM * sm_count:
+                choices.setdefault(ctas, (rows, split))
+    # More tiles than that: whole warpgroups and no split, in several waves.
+    rows, split = choices[max(choices)] if choices else (WARPGROUP_ROWS, 1)
+    half = (arch.shared_memory_bytes + CTA_RESERVED_BYTES) // DEFAULT_CTAS_PER_SM - CTA_RESERVED_BYTES
+    deepest = max(2, min(32, -(-units // split) * K_UNIT // K_BLOCK))
+    served = [
+        config
+        for config in (SplitKConfig(rows, columns, split, stages) for stages in range(deepest, 1, -1))
+        if why_not(arch, n, k, m, config) is None
+    ]
+    # Where no ring that the predicate takes is small enough, tensor memory asks for more: the smallest that it takes.
+    fitting = [config for config in served if shared_memory_bytes(config, "float32") <= half]
+    return next(iter(fitting), served[-1] if served else None)
