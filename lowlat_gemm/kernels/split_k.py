@@ -123,7 +123,7 @@ def token_columns(arch: Arch) -> tuple[int, ...]:
 
 def parse_config(values: Mapping[str, int]) -> SplitKConfig:
     """A config from a table's mapping. Raises ValueError naming missing, unknown or wrong entries."""
-    optional = {"k_blocks": 1, "prefetch": 0, "trigger": 6, "token_stages": 0}
+    optional = {"k_blocks": 1, "prefetch": 0, "trigger": 0, "token_stages": 0}  # least values
     return config_from(SplitKConfig, NAME, values, optional)
 
 
