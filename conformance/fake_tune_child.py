@@ -75,7 +75,7 @@ class FakeBench:
     def interleaved(self, graphs, launches, replays):
         def us(name, chain):
             if not isinstance(name, Candidate):
-                return FLOOR_US if name == FLOOR else BASELINE_US
+                return FLOOR_US if name == FLOOR else BASELINE_US + 1.5 * (chain == LINKED)
             if self.plan.get(str(name)) == "hang in turn":
                 time.sleep(3600)
             return 99.0 if self.plan.get(str(name)) == "slow" else fake_us(name, chain)

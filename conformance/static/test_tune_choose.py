@@ -23,8 +23,11 @@ WIDE = split(4, 6, 16)
 SKINNY = Candidate("skinny", SkinnyConfig(128, 4, 2, 8))
 
 
-def times(us: float, *, second: float | None = None, linked: float | None = None, baselines=(10.0, 10.0)) -> Times:
-    return Times((us, us if second is None else second), () if linked is None else (linked,), baselines)
+def times(
+    us: float, *, second: float | None = None, linked: float | None = None, baselines=(10.0, 10.0), linked_baselines=()
+) -> Times:
+    chains = () if linked is None else (linked,)
+    return Times((us, us if second is None else second), chains, baselines, linked_baselines)
 
 
 def chosen(table: dict) -> dict:
@@ -110,3 +113,9 @@ def test_classes_begin_where_nothing_would_be_served():
     for bad in ([0], [65], [1, 65]):
         with pytest.raises(ValueError, match="1 to 64"):
             token_classes(bad, WIDTHS)
+
+
+@pytest.mark.parametrize("linked, kept", [(12.0, True), (12.5, True), (12.6, False)])
+def test_what_loses_between_other_kernels_is_not_kept(linked, kept):
+    """Twice as fast back to back, and slower than the library in the chain that a model has."""
+    assert chosen({4: {A: times(5.0, linked=linked, linked_baselines=(12.5,))}}) == ({4: A} if kept else {})

@@ -1,8 +1,9 @@
 """From two passes of measurements to the cells of a row.
 
-A cell is kept where a candidate beats the baseline by MINIMUM_SPEEDUP in both passes. Among candidates that are about
-as fast back to back, the one that is faster between other kernels is taken. A row is served by one split, so that its
-bits do not depend on M, where that costs little; a token class by one config, where that costs little.
+A cell is kept where a candidate beats the baseline by MINIMUM_SPEEDUP in both passes back to back, and is no slower
+between other kernels. Among candidates that are about as fast back to back, the one that is faster between other
+kernels is taken. A row is served by one split, so that its bits do not depend on M, where that costs little; a token
+class by one config, where that costs little.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Times:
     back_to_back: tuple[float, ...]
     linked: tuple[float, ...]
     baselines: tuple[float, ...]
+    linked_baselines: tuple[float, ...] = ()
 
     @property
     def us(self) -> float:
@@ -48,8 +50,10 @@ class Times:
 
     @property
     def wins(self) -> bool:
+        """Faster than the baseline back to back by as much as a table asks for, and no slower between other kernels."""
         us, baseline = (round(value, 3) for value in self.weakest)
-        return us * MINIMUM_SPEEDUP <= baseline
+        linked = all(mine <= other for mine, other in zip(self.linked, self.linked_baselines))
+        return us * MINIMUM_SPEEDUP <= baseline and linked
 
 
 #: M -> candidate -> times.
@@ -66,6 +70,7 @@ def row_times(passes: Mapping[int, Sequence[JobResult]]) -> dict[int, dict[Candi
                 tuple(result.times[one][BACK_TO_BACK] for result in results),
                 tuple(result.times[one][LINKED] for result in results if LINKED in result.times[one]),
                 tuple(result.baseline_us for result in results),
+                tuple(result.linked_baseline_us for result in results if result.linked_baseline_us is not None),
             )
             for one in common
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .candidates import Candidate
 
@@ -59,10 +59,12 @@ class Job:
 
 @dataclass(frozen=True)
 class JobResult:
-    """Median microseconds a launch. ``times``: candidate -> chain -> us; ``others``: floor, baselines, back to back."""
+    """Median microseconds a launch. ``times``: candidate -> chain -> us; ``others``: floor, baselines, back to back;
+    ``linked_others``: the baselines in the linked chain, where the job has it."""
 
     times: Mapping[Candidate, Mapping[str, float]]
     others: Mapping[str, float]
+    linked_others: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def floor_us(self) -> float:
@@ -73,12 +75,18 @@ class JobResult:
         """The fastest of what callers have without us."""
         return min(us for name, us in self.others.items() if name != FLOOR)
 
+    @property
+    def linked_baseline_us(self) -> float | None:
+        return min(self.linked_others.values(), default=None)
+
     def to_json(self) -> dict:
         return {
             "times": [one.to_json() | {"us": dict(us)} for one, us in self.times.items()],
             "others": dict(self.others),
+            "linked_others": dict(self.linked_others),
         }
 
     @classmethod
     def from_json(cls, value: dict) -> "JobResult":
-        return cls({Candidate.from_json(one): one["us"] for one in value["times"]}, value["others"])
+        times = {Candidate.from_json(one): one["us"] for one in value["times"]}
+        return cls(times, value["others"], value["linked_others"])

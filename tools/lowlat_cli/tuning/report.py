@@ -60,6 +60,7 @@ def cell_rows(outcome: Outcome) -> list[dict]:
                 "over_baseline": _rounded(None if us is None else us / baseline),
                 "best_us": _rounded(None if fastest is None else times[fastest].us),
                 "others": {name: [result.others[name] for result in results] for name in results[0].others},
+                "linked_others": {name: us for result in results for name, us in result.linked_others.items()},
                 "finalists": [
                     {"backend": one.backend, "config": one.mapping(),
                      "us": times[one].back_to_back, "linked_us": times[one].linked}

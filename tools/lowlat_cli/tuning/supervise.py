@@ -128,12 +128,12 @@ class Supervisor:
 
     def _one_by_one(self, job: Job) -> JobResult:
         """Each candidate in a job of its own. Floor and baselines: those of the last."""
-        times, others = {}, {}
+        times, last = {}, None
         for candidate in job.candidates:
             result = self.run(replace(job, candidates=(candidate,)))
             times |= result.times
-            others = result.others
-        return JobResult(times, others)
+            last = result
+        return replace(last, times=times)
 
     def _attempt(self, job: Job) -> JobResult:
         if self._child is None:

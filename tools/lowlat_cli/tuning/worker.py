@@ -91,7 +91,8 @@ class _Group:
         for name, run in library_runs(self.residual).items():
             y = self._poisoned()
             run(self.x, self.copies.weights[0], y)
-            self.graphs[name, BACK_TO_BACK] = self.copies.back_to_back(run, self.job.m, y)
+            for chain in self.job.chains:
+                self.graphs[name, chain] = getattr(self.copies, chain)(run, self.job.m, y)
 
     def add(self, candidate: Candidate) -> str | None:
         """Judges a candidate and captures its chains; why it is refused, or None."""
@@ -152,8 +153,9 @@ def measure(bench, job: Job, emit: Emit) -> None:
             times.append(candidate.to_json() | {"us": chains})
         else:
             emit({"event": "refused", "candidate": candidate.to_json(), "reason": reason})
-    others = {name: round(us[name, BACK_TO_BACK], 4) for name, _ in us if isinstance(name, str)}
-    emit({"event": "measured", "result": {"times": times, "others": others}})
+    others = {name: round(t, 4) for (name, chain), t in us.items() if isinstance(name, str) and chain == BACK_TO_BACK}
+    linked = {name: round(t, 4) for (name, chain), t in us.items() if isinstance(name, str) and chain == LINKED}
+    emit({"event": "measured", "result": {"times": times, "others": others, "linked_others": linked}})
 
 
 def chains_for(n: int, k: int) -> tuple[str, ...]:
