@@ -47,7 +47,7 @@ def compile_projection(
     """The compiled split-K kernel of a tactic: ``kernel(x, weight, residual | None, y, stream)``, for every M, N and K.
 
     Code alone (no weight, tensor map or pointer), one object in a process. ``arch``: a name or ``Arch``, None for the
-    current CUDA device. Compile it before graph capture: inside, CaptureError. ValueError for a tactic that the
+    current CUDA device. Compile it before graph capture: inside, NotCompiledError. ValueError for a tactic that the
     generation cannot run, an output other than BF16 or FP32, an input other than BF16 or FP16, an unknown arch.
     CompileError and ImportError where there is no compiler to compile it. From SM100 on see ``PreparedProjection``.
     """
@@ -111,7 +111,7 @@ class PreparedProjection(OwnedWeight):
     def prepare(self) -> PreparedProjection:
         """Compiles every policy and makes the tensor maps of their rows, on the weight's device; returns self.
 
-        To be called before graph capture: inside, what is not compiled yet raises CaptureError.
+        To be called before graph capture: inside, what is not compiled yet raises NotCompiledError.
         """
         self.weight_now()
         with torch.cuda.device(self.weight.device.index):
