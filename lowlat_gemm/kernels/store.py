@@ -7,7 +7,9 @@ finds an old object, and nothing needs to be invalidated.
     <folder>/<key>.json  its SHA-256 and what it is, written after the object; without it the object does not count
     <folder>/<key>.lock  held while the object is made; the kernel drops it when its holder dies
 
-A file that is truncated, foreign or unreadable is a miss, so nothing is flushed to the disk and waited for: what a
+    <folder>/*_aot.zip   archives of objects made ahead of time (``archive.py``); some may lie beside this package's files
+
+What neither the folder nor an archive has is made. A file that is truncated, foreign or unreadable is a miss, so nothing is flushed to the disk and waited for: what a
 power cut takes is compiled again. A folder that cannot be written means: no disk cache, one
 warning, and everything else goes on.
 """
@@ -29,6 +31,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from .archive import PATTERN, Archive
 from .compile_cache import CompileUnit
 
 try:
@@ -85,6 +88,17 @@ def source_hash(folder: Path = Path(__file__).parent) -> str:
     return digest.hexdigest()
 
 
+def origin() -> dict[str, object]:
+    """What decides objects besides the unit: an archive made by another one is of no use here."""
+    return {
+        "abi": ABI,
+        "machine": platform.machine(),
+        "python": sys.implementation.cache_tag,
+        "sources": source_hash(),
+        "toolchain": dict(toolchain()),
+    }
+
+
 def key_of(unit: CompileUnit, options: str) -> str:
     """The content key of a unit compiled with ``options`` by the toolchain that is installed.
 
@@ -122,7 +136,25 @@ class ObjectStore:
         return self.folder / f"{key}.o"
 
     def find(self, key: str) -> Path | None:
-        """The object of ``key`` if it is there and whole."""
+        """The object of ``key`` if it is there and whole, taken from an archive if need be."""
+        return self._kept(key) or self._from_archive(key)
+
+    @functools.cached_property
+    def _archives(self) -> list[Archive]:
+        paths = [*sorted(self.folder.glob(PATTERN)), *sorted(Path(__file__).parent.glob(PATTERN))]
+        return [archive for path in paths if (archive := Archive.open(path, origin())) is not None]
+
+    def _from_archive(self, key: str) -> Path | None:
+        for archive in self._archives:
+            found = archive.read(key)
+            if found is not None:
+                with self.scratch() as folder:
+                    if folder is not None:
+                        (folder / "kernel.o").write_bytes(found[0])
+                        return self.put(key, folder / "kernel.o", found[1])
+        return None
+
+    def _kept(self, key: str) -> Path | None:
         try:
             wanted = json.loads(self._note(key).read_text())["sha256"]
             found = hashlib.sha256(self.path(key).read_bytes()).hexdigest()
