@@ -54,7 +54,7 @@ def compile_ahead(
 
 
 class NotCompiledError(RuntimeError):
-    """A launch would have to compile: in strict mode at any time, without it, for what cannot fall back, in a capture."""
+    """A launch would have to compile: in strict mode at any time, for what cannot fall back in a CUDA graph capture."""
 
 
 def compiled_for(entry: PlanEntry, ordinal: int):
@@ -75,7 +75,7 @@ def compiled_for(entry: PlanEntry, ordinal: int):
     COMPILE_CACHE.late += 1
     detail = f"{entry.unit.kernel} at M = {entry.m} was not compiled before"
     if settings_module.current().strict:
-        raise NotCompiledError(f"{detail} its launch: warm it up (request_low_latency_warmup) before serving and capturing")
+        raise NotCompiledError(f"{detail} its launch: warm it up (request_low_latency_warmup) first")
     with torch.cuda.device(ordinal):
         if torch.cuda.is_current_stream_capturing():
             return Refusal(Reason.CAPTURE, detail)
@@ -108,8 +108,8 @@ def kernels_of(units: Iterable[CompileUnit]) -> list[Callable]:
 def launch(compiled, x, weight, residual=None, y=None):
     """Launches on x's device and torch's current stream there; returns ``y`` [M, N], a new one of x's dtype by default.
 
-    The operands must have passed ``check_operands``; rows of a given ``y`` have unit stride and any pitch. It may be the
-    residual itself; ValueError where it shares memory with an operand otherwise.
+    The operands must have passed ``check_operands``; rows of a given ``y`` have unit stride and any pitch. It may be
+    the residual itself; ValueError where it shares memory with an operand otherwise.
     """
     if y is None:
         y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)

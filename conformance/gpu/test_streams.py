@@ -107,7 +107,7 @@ def test_nothing_compiles_during_capture(arch, monkeypatch):
         result = execute.run_or_refuse(x, data.weight, residual)
         before = settings.change(strict=True)
         try:
-            with pytest.raises(execute.NotCompiledError, match="before capturing"):
+            with pytest.raises(execute.NotCompiledError, match="before its launch"):
                 execute.run_or_refuse(x, data.weight, residual)
         finally:
             settings.restore(before)

@@ -6,12 +6,11 @@ finds an old object, and nothing needs to be invalidated.
     <folder>/<key>.o     the object, as the DSL exports it
     <folder>/<key>.json  its SHA-256 and what it is, written after the object; without it the object does not count
     <folder>/<key>.lock  held while the object is made; the kernel drops it when its holder dies
+    <folder>/*_aot.zip   archives of objects made ahead of time (``archive.py``); some may lie beside this file
 
-    <folder>/*_aot.zip   archives of objects made ahead of time (``archive.py``); some may lie beside this package's files
-
-What neither the folder nor an archive has is made. A file that is truncated, foreign or unreadable is a miss, so nothing is flushed to the disk and waited for: what a
-power cut takes is compiled again. A folder that cannot be written means: no disk cache, one
-warning, and everything else goes on.
+What neither the folder nor an archive has is made. A file that is truncated, foreign or unreadable is a miss, so nothing
+is flushed to the disk and waited for: what a power cut takes is compiled again. A folder that cannot be written means:
+no disk cache, one warning, and everything else goes on.
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ def toolchain() -> tuple[tuple[str, str], ...]:
     """(distribution, version and hash of its file list) for what makes the machine code.
 
     The file list (RECORD) holds the hash of every installed file, the native libraries too; a reinstalled build of the
-    same version differs in it.
+    same version differs in it. Left out is what an installer adds and what differs between environments of the same
+    wheels: scripts with the interpreter's path in them, bytecode, and its own notes.
     """
     found = []
     for name in TOOLCHAIN:
@@ -74,9 +74,16 @@ def toolchain() -> tuple[tuple[str, str], ...]:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        files = hashlib.sha256((distribution.read_text("RECORD") or "").encode()).hexdigest()
+        lines = sorted(filter(_is_content, (distribution.read_text("RECORD") or "").splitlines()))
+        files = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         found.append((name, f"{distribution.version} {files}"))
     return tuple(found)
+
+
+def _is_content(line: str) -> bool:
+    """Whether a line of a RECORD (path,hash,size) is of a file that a wheel brings into the package folder."""
+    path = line.rsplit(",", 2)[0]
+    return not path.startswith("../") and ".dist-info/" not in path and not path.endswith(".pyc")
 
 
 @functools.lru_cache(maxsize=None)
