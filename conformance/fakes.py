@@ -130,6 +130,7 @@ class FakeCuda:
 
         def kernel(x, weight, residual, out, stream):
             assert out.shape == (x.shape[0], weight.shape[0]) and x.stride(1) == weight.stride(1) == out.stride(1) == 1
+            assert weight.stride(0) % 8 == 0, "a tensor map takes whole 16-byte words alone"
             assert getattr(unit.spec, "tokens", x.shape[0]) == x.shape[0]  # split_k serves every M
             self.calls.append((unit, x.shape[0]))
             value = x.double() @ weight.double().T

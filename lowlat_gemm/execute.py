@@ -53,14 +53,15 @@ def compile_ahead(
     return make_all(units, COMPILE_CACHE, store_in(settings_module.current().cache_dir), progress=progress)
 
 
-class CaptureError(RuntimeError):
-    """In strict mode: a launch would have to compile while a CUDA graph is captured."""
+class NotCompiledError(RuntimeError):
+    """A launch would have to compile: in strict mode at any time, for what cannot fall back in a CUDA graph capture."""
 
 
 def compiled_for(entry: PlanEntry, ordinal: int):
     """The compiled kernel of a plan entry for a launch on CUDA device ``ordinal``, or the Refusal that it cannot be had.
 
-    Raises CaptureError if strict.
+    A kernel that is not made yet counts in ``COMPILE_CACHE.late``. Outside of capture it is made now; raises
+    NotCompiledError if strict.
     """
     compiled = COMPILE_CACHE.peek(entry.unit)
     if compiled is not None:
@@ -71,13 +72,13 @@ def compiled_for(entry: PlanEntry, ordinal: int):
     failed = COMPILE_CACHE.failed(entry.unit)
     if failed is not None:
         return Refusal(Reason.BACKEND_UNAVAILABLE, failed.splitlines()[0])
+    COMPILE_CACHE.late += 1
+    detail = f"{entry.unit.kernel} at M = {entry.m} was not compiled before"
+    if settings_module.current().strict:
+        raise NotCompiledError(f"{detail} its launch: warm it up (request_low_latency_warmup) first")
     with torch.cuda.device(ordinal):
-        capturing = torch.cuda.is_current_stream_capturing()
-    if capturing:
-        detail = f"{entry.unit.kernel} at M = {entry.m} was not compiled before"
-        if settings_module.current().strict:
-            raise CaptureError(f"{detail} graph capture began: run it once, or warm it up, before capturing")
-        return Refusal(Reason.CAPTURE, detail)
+        if torch.cuda.is_current_stream_capturing():
+            return Refusal(Reason.CAPTURE, detail)
     try:
         return COMPILE_CACHE.get(entry.unit)
     except CompileError as error:
@@ -87,7 +88,7 @@ def compiled_for(entry: PlanEntry, ordinal: int):
 def kernels_of(units: Iterable[CompileUnit]) -> list[Callable]:
     """The compiled kernels of ``units``, for a caller that asked for them and has nothing to fall back to.
 
-    Raises ImportError naming missing packages, CaptureError where one would have to be compiled while the current
+    Raises ImportError naming missing packages, NotCompiledError where one would have to be compiled while the current
     stream is captured, CompileError where one does not compile.
     """
     units = list(units)
@@ -97,7 +98,7 @@ def kernels_of(units: Iterable[CompileUnit]) -> list[Callable]:
         if refusal is not None:
             raise ImportError(str(refusal))
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise CaptureError(f"{missing[0].kernel} is not compiled: prepare it before graph capture begins")
+            raise NotCompiledError(f"{missing[0].kernel} is not compiled: prepare it before graph capture begins")
         problems = compile_ahead(missing)
         if problems:
             raise CompileError("; ".join(problems.values()))
@@ -107,8 +108,8 @@ def kernels_of(units: Iterable[CompileUnit]) -> list[Callable]:
 def launch(compiled, x, weight, residual=None, y=None):
     """Launches on x's device and torch's current stream there; returns ``y`` [M, N], a new one of x's dtype by default.
 
-    The operands must have passed ``check_operands``; rows of a given ``y`` have unit stride and any pitch. It may be the
-    residual itself; ValueError where it shares memory with an operand otherwise.
+    The operands must have passed ``check_operands``; rows of a given ``y`` have unit stride and any pitch. It may be
+    the residual itself; ValueError where it shares memory with an operand otherwise.
     """
     if y is None:
         y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
@@ -191,7 +192,7 @@ def operand_refusal(x, weight, residual=None) -> Refusal | None:
 
 
 def run_or_refuse(x, weight, residual=None, names: tuple[str, ...] | None = None):
-    """y [M, N] from the selected kernel, or the Refusal. Raises CaptureError in strict mode alone.
+    """y [M, N] from the selected kernel, or the Refusal. Raises NotCompiledError in strict mode alone.
 
     ``names``: families to look in, None for all.
     """
@@ -221,7 +222,7 @@ def try_low_latency_gemm(x, weight, residual=None):
     """y = x @ weight.T (+ residual) by the kernel that the tables name, or None: the caller runs its own GEMM.
 
     x: [M, K], weight: [N, K], residual: [M, N] or None, all BF16 on one CUDA device; y: [M, N] BF16, packed. Never
-    raises for unsupported input (in strict mode a compile during graph capture raises CaptureError). The reason for
+    raises for unsupported input (in strict mode a launch that would compile raises NotCompiledError). The reason for
     falling back is in the debug log of "lowlat_gemm", once per shape, M and reason.
     """
     if residual is None:

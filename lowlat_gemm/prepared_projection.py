@@ -47,7 +47,7 @@ def compile_projection(
     """The compiled split-K kernel of a tactic: ``kernel(x, weight, residual | None, y, stream)``, for every M, N and K.
 
     Code alone (no weight, tensor map or pointer), one object in a process. ``arch``: a name or ``Arch``, None for the
-    current CUDA device. Compile it before graph capture: inside, CaptureError. ValueError for a tactic that the
+    current CUDA device. Compile it before graph capture: inside, NotCompiledError. ValueError for a tactic that the
     generation cannot run, an output other than BF16 or FP32, an input other than BF16 or FP16, an unknown arch.
     CompileError and ImportError where there is no compiler to compile it. From SM100 on see ``PreparedProjection``.
     """
@@ -74,9 +74,10 @@ class PreparedProjection(OwnedWeight):
     being (rows, token columns, split, stages) or a ``SplitKConfig``. ``residual``: whether ``run`` adds one.
 
     Tokens are rows of a padded batch: padding rows are input like any other, and masking what comes of them is the
-    caller's. A token's bits depend on the split of the policy and on nothing else. The weight may be written in place, or get other storage of the same shape, dtype and
-    device: every launch reads it where it is; a graph that was captured before still reads the old storage.
-    The switches of dispatch (LOWLAT_GEMM_DISABLE and the others) do not apply: there is nothing to fall back to.
+    caller's. A token's bits depend on the split of the policy and on nothing else. The weight may be written in place,
+    or get other storage of the same shape, dtype and device: every launch reads it where it is; a graph that was
+    captured before still reads the old storage. The switches of dispatch (LOWLAT_GEMM_DISABLE and the others) do not
+    apply: there is nothing to fall back to.
 
     On SM90 this is the wgmma kernel. From SM100 on it is the tcgen05 kernel, which no hardware has run yet: dispatch
     leaves it out, and making this object asks for it all the same.
@@ -111,7 +112,7 @@ class PreparedProjection(OwnedWeight):
     def prepare(self) -> PreparedProjection:
         """Compiles every policy and makes the tensor maps of their rows, on the weight's device; returns self.
 
-        To be called before graph capture: inside, what is not compiled yet raises CaptureError.
+        To be called before graph capture: inside, what is not compiled yet raises NotCompiledError.
         """
         self.weight_now()
         with torch.cuda.device(self.weight.device.index):

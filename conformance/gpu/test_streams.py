@@ -107,10 +107,11 @@ def test_nothing_compiles_during_capture(arch, monkeypatch):
         result = execute.run_or_refuse(x, data.weight, residual)
         before = settings.change(strict=True)
         try:
-            with pytest.raises(execute.CaptureError, match="before capturing"):
+            with pytest.raises(execute.NotCompiledError, match="before its launch"):
                 execute.run_or_refuse(x, data.weight, residual)
         finally:
             settings.restore(before)
         x + 1  # an empty graph cannot be captured
     assert result.reason is Reason.CAPTURE, f"{case}: {result}"
+    assert cache.late == 2, f"{case}: {cache.late} launches counted as too early"
     assert cache.compiles == 0, f"{case}: {cache.compiles} compiles during capture"

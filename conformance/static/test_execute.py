@@ -197,14 +197,27 @@ def test_nothing_compiles_during_capture(gpu):
     assert reason_of(bf16(2, K), weight) is Reason.CAPTURE  # warm at one M says nothing of another
 
 
-def test_strict_mode_says_so_loudly(gpu):
+def test_launches_before_their_kernel_was_made_are_counted(gpu):
+    weight = bf16(N, K)
+    for capturing, m, late in [(True, 1, 1), (True, 1, 2), (False, 1, 3), (False, 1, 3), (True, 1, 3), (False, 2, 4)]:
+        gpu.capturing = capturing
+        try_gemm(bf16(m, K), weight)
+        assert gpu.cache.late == late, f"M = {m}, capturing {capturing}"
+    try_gemm(bf16(5, K), weight)  # not in the plan
+    execute.compile_ahead([execute.device_plan(0, N, K).entry(4, False).unit])
+    assert try_gemm(bf16(4, K), weight) is not None and gpu.cache.late == 4, "a warm launch was counted"
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_strict_mode_says_so_loudly(gpu, capturing):
+    """No launch compiles, in a capture or outside."""
     settings.change(strict=True)
-    gpu.capturing = True
-    with pytest.raises(execute.CaptureError, match="M = 1.*before"):
+    gpu.capturing = capturing
+    with pytest.raises(execute.NotCompiledError, match="M = 1 was not compiled before its launch"):
         try_gemm(bf16(1, K), bf16(N, K))
     assert gpu.cache.compiles == 0
     assert try_gemm(bf16(5, K), bf16(N, K)) is None  # nothing would compile here
-    gpu.capturing = False
+    assert execute.compile_ahead([execute.device_plan(0, N, K).entry(1, False).unit]) == {}
     assert try_gemm(bf16(1, K), bf16(N, K)) is not None
 
 
@@ -214,6 +227,7 @@ def test_strict_mode_is_silent_where_no_warm_up_could_help(gpu, monkeypatch, bro
     if broken == "packages":
         monkeypatch.setattr("lowlat_gemm.dispatch.missing_packages", lambda: ("nvidia-cutlass-dsl",))
     gpu.compile_error = KeyError("sm_90a")
+    execute.compile_ahead([execute.device_plan(0, N, K).entry(1, False).unit])
     assert reason_of(bf16(1, K), bf16(N, K)) is Reason.BACKEND_UNAVAILABLE
     gpu.capturing = True
     assert try_gemm(bf16(1, K), bf16(N, K)) is None

@@ -195,9 +195,9 @@ def test_a_kernel_that_does_not_compile_is_said_at_once(gpu, weight):
 
 def test_nothing_compiles_during_capture(gpu, weight):
     gpu.capturing = True
-    with pytest.raises(execute.CaptureError, match="skinny is not compiled"):
+    with pytest.raises(execute.NotCompiledError, match="skinny is not compiled"):
         Projection(weight)
-    with pytest.raises(execute.CaptureError, match="split_k is not compiled"):
+    with pytest.raises(execute.NotCompiledError, match="split_k is not compiled"):
         PreparedProjection(weight, TACTICS).prepare()
     assert gpu.cache.compiles == 0
     gpu.capturing = False
@@ -340,8 +340,10 @@ def test_one_row_one_column_and_foreign_strides(gpu):
 
 def test_the_device_of_the_weight_is_entered(gpu):
     weight, x = gpu.place(bf16(N, K), "cuda:1"), gpu.place(bf16(8, K), "cuda:1")
+    compiler, made_on = gpu.compiler, []
+    gpu.compiler = lambda unit: made_on.append(gpu.current) or compiler(unit)
     prepared = PreparedProjection(weight, TACTICS).prepare()
-    assert set(gpu.entered) == {1}
+    assert made_on == [1, 1, 1] and set(gpu.entered) == {1}
     gpu.entered.clear()
     prepared.run(x, gpu.place(torch.empty(8, N, dtype=torch.bfloat16), "cuda:1"))
     assert gpu.entered == [1] and gpu.current == 0

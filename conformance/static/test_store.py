@@ -115,10 +115,15 @@ def test_sources_and_toolchain_are_hashed_by_content(tmp_path, monkeypatch):
             self.read_text = lambda name: record
 
     found = []
-    for record in ("lib.so,sha256=aaa", "lib.so,sha256=bbb"):
+    installers = (
+        "../../../bin/run,sha256=ccc,9\nlib.so,sha256=aaa,1\nb.py,sha256=ddd,1\n__pycache__/b.pyc,,",
+        "b.py,sha256=ddd,1\nlib.so,sha256=aaa,1\n../../../bin/run,sha256=eee,9\na-1.dist-info/REQUESTED,sha256=fff,0",
+    )
+    for record in ("lib.so,sha256=aaa,1", "lib.so,sha256=bbb,1", *installers):
         monkeypatch.setattr(store.importlib.metadata, "distribution", lambda name, record=record: Reinstalled(record))
         found.append(store.toolchain.__wrapped__())
     assert found[0] != found[1], "a reinstall of the same version with other libraries is another toolchain"
+    assert found[2] == found[3] != found[0], "the same wheels in another environment are the same toolchain"
 
 
 def test_home_missing_or_read_only_means_no_disk_cache_and_one_warning(tmp_path, compiles, caplog):

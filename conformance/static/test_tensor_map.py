@@ -73,6 +73,7 @@ def at(start: int, rows: int, columns: int, pitch: int) -> torch.Tensor:
         (at(0, 4, 16, 64), at(16, 4, 16, 32), True),
         (at(0, 4, 16, 64), at(0, 4, 16, 64), True),
         (at(0, 0, 16, 64), at(0, 4, 16, 64), False),
+        (at(8, 0, 16, 16), at(0, 4, 16, 64), False),
     ],
 )
 def test_overlap(a, b, shared):

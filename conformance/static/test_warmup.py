@@ -21,6 +21,7 @@ def test_a_slice_of_a_packed_weight(gpu):
     settings.change(strict=True)
     assert all(try_low_latency_gemm(bf16(m, K), weight) is not None for m in (1, 2, 4))
     assert try_low_latency_gemm(bf16(1, K), weight, bf16(1, N)) is not None
+    assert gpu.cache.late == 0
     assert gpu.cache.compiles == 4 and request_low_latency_warmup(weight) == 4
 
 

@@ -39,7 +39,8 @@ class CompileCache:
 
     The DSL's compiler is not thread-safe (two threads in it abort the process), so one lock covers every ``make``.
     A unit that failed fails again at once: a server must not try a broken kernel on every token.
-    ``compiles`` and ``loads`` count what was made either way; a failed compile counts.
+    ``compiles`` and ``loads`` count what was made either way; a failed compile counts. ``late`` counts the launches that
+    came before their kernel was made, in a CUDA graph capture or while serving: 0 where the warm-up missed nothing.
     """
 
     def __init__(self, make: Callable[[CompileUnit], Made]):
@@ -49,6 +50,7 @@ class CompileCache:
         self._failed: dict[CompileUnit, str] = {}
         self.compiles = 0
         self.loads = 0
+        self.late = 0
 
     def peek(self, unit: CompileUnit) -> Callable | None:
         """The unit's kernel if it is there; never makes it."""

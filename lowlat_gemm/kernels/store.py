@@ -6,10 +6,11 @@ finds an old object, and nothing needs to be invalidated.
     <folder>/<key>.o     the object, as the DSL exports it
     <folder>/<key>.json  its SHA-256 and what it is, written after the object; without it the object does not count
     <folder>/<key>.lock  held while the object is made; the kernel drops it when its holder dies
+    <folder>/*_aot.zip   archives of objects made ahead of time (``archive.py``); some may lie beside this file
 
-A file that is truncated, foreign or unreadable is a miss, so nothing is flushed to the disk and waited for: what a
-power cut takes is compiled again. A folder that cannot be written means: no disk cache, one
-warning, and everything else goes on.
+What neither the folder nor an archive has is made. A file that is truncated, foreign or unreadable is a miss, so nothing
+is flushed to the disk and waited for: what a power cut takes is compiled again. A folder that cannot be written means:
+no disk cache, one warning, and everything else goes on.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from .archive import PATTERN, Archive
 from .compile_cache import CompileUnit
 
 try:
@@ -63,7 +65,8 @@ def toolchain() -> tuple[tuple[str, str], ...]:
     """(distribution, version and hash of its file list) for what makes the machine code.
 
     The file list (RECORD) holds the hash of every installed file, the native libraries too; a reinstalled build of the
-    same version differs in it.
+    same version differs in it. Left out is what an installer adds and what differs between environments of the same
+    wheels: scripts with the interpreter's path in them, bytecode, and its own notes.
     """
     found = []
     for name in TOOLCHAIN:
@@ -71,9 +74,16 @@ def toolchain() -> tuple[tuple[str, str], ...]:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        files = hashlib.sha256((distribution.read_text("RECORD") or "").encode()).hexdigest()
+        lines = sorted(filter(_is_content, (distribution.read_text("RECORD") or "").splitlines()))
+        files = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         found.append((name, f"{distribution.version} {files}"))
     return tuple(found)
+
+
+def _is_content(line: str) -> bool:
+    """Whether a line of a RECORD (path,hash,size) is of a file that a wheel brings into the package folder."""
+    path = line.rsplit(",", 2)[0]
+    return not path.startswith("../") and ".dist-info/" not in path and not path.endswith(".pyc")
 
 
 @functools.lru_cache(maxsize=None)
@@ -83,6 +93,17 @@ def source_hash(folder: Path = Path(__file__).parent) -> str:
     for path in sorted(folder.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def origin() -> dict[str, object]:
+    """What decides objects besides the unit: an archive made by another one is of no use here."""
+    return {
+        "abi": ABI,
+        "machine": platform.machine(),
+        "python": sys.implementation.cache_tag,
+        "sources": source_hash(),
+        "toolchain": dict(toolchain()),
+    }
 
 
 def key_of(unit: CompileUnit, options: str) -> str:
@@ -122,7 +143,25 @@ class ObjectStore:
         return self.folder / f"{key}.o"
 
     def find(self, key: str) -> Path | None:
-        """The object of ``key`` if it is there and whole."""
+        """The object of ``key`` if it is there and whole, taken from an archive if need be."""
+        return self._kept(key) or self._from_archive(key)
+
+    @functools.cached_property
+    def _archives(self) -> list[Archive]:
+        paths = [*sorted(self.folder.glob(PATTERN)), *sorted(Path(__file__).parent.glob(PATTERN))]
+        return [archive for path in paths if (archive := Archive.open(path, origin())) is not None]
+
+    def _from_archive(self, key: str) -> Path | None:
+        for archive in self._archives:
+            found = archive.read(key)
+            if found is not None:
+                with self.scratch() as folder:
+                    if folder is not None:
+                        (folder / "kernel.o").write_bytes(found[0])
+                        return self.put(key, folder / "kernel.o", found[1])
+        return None
+
+    def _kept(self, key: str) -> Path | None:
         try:
             wanted = json.loads(self._note(key).read_text())["sha256"]
             found = hashlib.sha256(self.path(key).read_bytes()).hexdigest()

@@ -138,7 +138,7 @@ def examine() -> Report:
     if chosen.any_device:
         notes.append("tables are used on sibling devices too (LOWLAT_GEMM_ANY_DEVICE)")
     if chosen.strict:
-        notes.append("strict: a compile during graph capture raises (LOWLAT_GEMM_STRICT)")
+        notes.append("strict: a launch that would compile raises (LOWLAT_GEMM_STRICT)")
     return Report(
         gpus,
         environment.driver_version(),
