@@ -9,9 +9,6 @@ from typing import NamedTuple
 
 BACKEND_NAMES: tuple[str, ...] = ("skinny", "fused_a", "split_k", "flashinfer")
 
-#: What the public sources call them.
-PUBLIC_SYNONYMS: dict[str, str] = {"cute": "skinny", "dsv3_fused_a": "fused_a"}
-
 
 class ConfigKeys(NamedTuple):
     """The config keys that a table cell of one backend must and may name; every value is an integer > 0."""

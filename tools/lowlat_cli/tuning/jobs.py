@@ -16,8 +16,6 @@ from .candidates import Candidate
 BACK_TO_BACK, LINKED = "back_to_back", "linked"
 #: The streaming read that no GEMM can beat.
 FLOOR = "floor"
-#: What callers have without us, by whether a residual is added.
-BASELINES = {False: ("mm",), True: ("addmm", "mm + add")}
 
 
 @dataclass(frozen=True)
