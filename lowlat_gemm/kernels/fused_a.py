@@ -1,8 +1,9 @@
 """``fused_a``: a tensor-core GEMM that streams the weight from global memory into registers, for few tokens or a short K.
 
-mma.sync m16n8k16 with 16 weight rows and 8 tokens. K is permuted alike for both operands, so that a lane's 16 bytes of
+mma.sync m16n8k16. K is permuted alike for both operands, so that a lane's 16 bytes of
 a row are its operand words of two products: nothing is staged in shared memory on the way in. Rows are permuted so that
-a lane ends with 2 * row_tiles neighbouring outputs of a token.
+a lane ends with neighbouring outputs of two tokens: 2 * row_tiles of each at up to 8 tokens, twice as many at more, where
+the product is taken the other way round, 16 tokens by 8 rows.
 
     CTA    row_warps x k_warps warps, 8 or 16 tokens
     warp   16 * row_tiles rows; of K every k_warps-th block of 32; ``unroll`` blocks of weights in flight
@@ -28,6 +29,8 @@ MAX_TOKEN_GROUPS = 2
 K_BLOCK = 32
 ROW_TILE = 16
 TOKEN_GROUP = 8
+#: FP32 words between the partial sums of two tokens beyond their rows, for other banks of shared memory.
+PARTIAL_PAD = 4
 _WARP = 32
 _REGISTER_LIMIT = 255
 #: What ptxas takes besides before it spills; conformance/crosscompile shows that what the predicate takes does not.
@@ -55,10 +58,14 @@ class FusedAConfig:
 
 @dataclass(frozen=True)
 class FusedASpec:
-    """What the compiled code depends on: no M but its groups of 8 tokens, no N, K, stride or pointer."""
+    """What the compiled code depends on: no M but its groups of 8 tokens, no N, stride or pointer.
+
+    ``whole_k``: every warp has ``unroll`` blocks and no more. Such code has no loop, and serves one K.
+    """
 
     config: FusedAConfig
     token_groups: int
+    whole_k: bool = False
     input_dtype: str = "bfloat16"
     residual: bool = False
 
@@ -98,7 +105,7 @@ def register_limit(config: FusedAConfig) -> int:
 
 def shared_memory_bytes(config: FusedAConfig, token_groups: int) -> int:
     """Bytes of shared memory of a CTA: the FP32 partial sums of every K warp, where there are several."""
-    return config.k_warps * config.rows * token_groups * TOKEN_GROUP * 4 if config.k_warps > 1 else 0
+    return config.k_warps * (config.rows + PARTIAL_PAD) * token_groups * TOKEN_GROUP * 4 if config.k_warps > 1 else 0
 
 
 def why_not(arch: Arch, n: int, k: int, m: int, config: FusedAConfig, *, residual: bool = False) -> str | None:
@@ -126,5 +133,6 @@ def compile_unit(
     arch: Arch, n: int, k: int, m: int, config: FusedAConfig, *, residual: bool = False, dtype: str = "bfloat16"
 ) -> CompileUnit:
     """The unit of compilation that serves this config at up to 8 tokens, or at more. The predicate must have agreed."""
-    spec = FusedASpec(resolved(config, k), token_groups(m), dtype, residual)
+    config = resolved(config, k)
+    spec = FusedASpec(config, token_groups(m), config.k_warps * config.unroll * K_BLOCK == k, dtype, residual)
     return CompileUnit(NAME, arch.compile_target, spec)

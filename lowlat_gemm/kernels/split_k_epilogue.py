@@ -84,35 +84,35 @@ class ClusterEpilogue:
         if const_expr(self.residual or self.waits_before_store):
             # The wait of the token producer is not this thread's: its own makes the residual visible to it.
             device.wait_for_previous_kernel()
-        aligned = (mY.iterator.toint() | Int64(mY.stride[0]) * out_bytes) % 16 == 0
+        # One branch, the same for every thread: a jump over the other case's code would cost every word some of its time.
+        words = (mY.iterator.toint() | Int64(mY.stride[0]) * out_bytes) % 16 == 0 and n_extent % vector == 0
         if const_expr(self.residual):
-            aligned = aligned and (mR.iterator.toint() | Int64(mR.stride[0]) * out_bytes) % 16 == 0
-        vectors_per_row = rows // vector
-        total = owned * 8 * vectors_per_row
-        for step in cutlass.range_constexpr(-(-group_rows * (min(c.rows, WARPGROUP_ROWS) // vector) // 128)):
-            index = thread_in_group + step * 128
-            local = index // vectors_per_row
-            column = (index - local * vectors_per_row) * vector
-            token = token_tile * c.token_columns + ((local // 8) * c.split + rank) * 8 + local % 8
-            n = first_row + column
-            if index < total and n < n_extent and token < m_extent:
-                values = cute.make_rmem_tensor((vector,), self.staged_dtype)
-                source = cute.make_ptr(
-                    self.staged_dtype,
-                    (mine + (local * pitch + column)).toint(),
-                    cute.AddressSpace.smem,
-                    assumed_align=16,
-                )
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(vector)), values)
-                if aligned and n + vector <= n_extent:
+            words = words and (mR.iterator.toint() | Int64(mR.stride[0]) * out_bytes) % 16 == 0
+        first_token = token_tile * c.token_columns + rank * 8
+        if words:
+            vectors_per_row = rows // vector
+            total = owned * 8 * vectors_per_row
+            for step in cutlass.range_constexpr(-(-group_rows * (min(c.rows, WARPGROUP_ROWS) // vector) // 128)):
+                index = thread_in_group + step * 128
+                local = index // vectors_per_row
+                column = (index - local * vectors_per_row) * vector
+                token, n = first_token + local // 8 * (8 * c.split) + local % 8, first_row + column
+                if index < total and n < n_extent and token < m_extent:
+                    values = cute.make_rmem_tensor((vector,), self.staged_dtype)
+                    source = (mine + (local * pitch + column)).toint()
+                    pointer = cute.make_ptr(self.staged_dtype, source, cute.AddressSpace.smem, assumed_align=16)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(vector)), values)
                     self.store_vector(values, mR, mY, token, n)
-                else:
-                    for v in cutlass.range_constexpr(vector):
-                        if n + v < n_extent:
-                            value = values[v].to(Float32)
-                            if const_expr(self.residual):
-                                value += mR[token, n + v].to(Float32)
-                            mY[token, n + v] = value.to(self.out_dtype)
+        else:
+            for index in cutlass.range(thread_in_group, owned * 8 * rows, 128, unroll=1):
+                local = index // rows
+                column = index - local * rows
+                token, n = first_token + local // 8 * (8 * c.split) + local % 8, first_row + column
+                if n < n_extent and token < m_extent:
+                    value = sY[local, column].to(Float32)
+                    if const_expr(self.residual):
+                        value += mR[token, n].to(Float32)
+                    mY[token, n] = value.to(self.out_dtype)
 
     @cute.jit
     def store_vector(self, values, mR, mY, token, n):
