@@ -66,6 +66,22 @@ def test_one_short_k(arch, config):
                 _check(arch, n, 128, m, config, residual=True)
 
 
+@pytest.mark.parametrize("n", [100, 104], ids=["elements", "words"])
+@pytest.mark.parametrize("k", [128, 416])
+@pytest.mark.parametrize("config", [FusedAConfig(2, 1, 2, 4), FusedAConfig(1, 4, 1, 1)],
+                         ids=lambda config: ".".join(map(str, vars(config).values())))
+def test_small_shapes_for_the_sanitizer(arch, config, k, n):
+    """Every path of the kernel with little work: one and two token groups, K in one piece and in a loop, both stores."""
+    data = operands(n, k, "random")
+    for m in (5, 11):
+        compiled = _kernel(arch, n, k, m, config, residual=True)
+        out = CanaryOutput(m, n, torch.bfloat16, "cuda", pitch=104)
+        launch(compiled, data.x[:m], data.weight, data.residual[:m], out.y)
+        assert out.problem() is None, f"M = {m}, N = {n}, K = {k}, {config}: {out.problem()}"
+        report = parity(out.y, data.reference(m, True))
+        assert report.ok, f"M = {m}, N = {n}, K = {k}, {config}: {report}"
+
+
 @pytest.mark.parametrize("k", [128, 7168])
 def test_bits_do_not_depend_on_m_or_position(arch, k):
     n, data = 2112, operands(2112, k, "random", tokens=300)

@@ -137,14 +137,16 @@ def test_a_rank_that_is_held_back_changes_nothing(arch, point, rank):
     assert int(different) == 0, f"{point} of rank {rank}: {int(different)} elements differ"
 
 
+@pytest.mark.parametrize("n", [100, 104], ids=["elements", "words"])
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3], CONFIGS[8]], ids=lambda config: str(config.split))
-def test_small_shapes_for_the_sanitizer(arch, config):
+def test_small_shapes_for_the_sanitizer(arch, config, n):
     """Every path of the kernel with little work: tails of N, K and M, residual, several stages and token tiles."""
-    n, k, m = 100, 1032, config.token_columns + 3
+    k, m = 1032, config.token_columns + 3
     data = operands(n, k, "random", tokens=80)
     compiled = _kernel(arch, n, k, config, residual=True)
     out = CanaryOutput(m, n, torch.bfloat16, "cuda", pitch=104)
-    launch(compiled, data.x[:m], data.weight, data.residual[:m], out.y)
-    assert out.problem() is None, f"{config}: {out.problem()}"
+    added = poisoned(data.residual[:m], 104)
+    launch(compiled, data.x[:m], data.weight, added, out.y)
+    assert out.problem() is None, f"N = {n}, {config}: {out.problem()}"
     report = parity(out.y, data.reference(m, True))
-    assert report.ok, f"{config}: {report}"
+    assert report.ok, f"N = {n}, {config}: {report}"
