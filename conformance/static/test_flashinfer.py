@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 
 import pytest
@@ -114,18 +113,11 @@ def test_the_version_is_read_without_importing(tmp_path):
     (package / "__init__.py").write_text("raise ImportError('imported')\n")
     about = tmp_path / "site" / "flashinfer_python-0.7.9.dist-info"
     about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 0.7.9\n")
     code = "import sys\nfrom lowlat_gemm.kernels import flashinfer\nprint(flashinfer.installed_version())\n"
     code += "assert not {'torch', 'flashinfer'} & set(sys.modules)\n"
-    for text, expected in ((None, "unknown"), ("Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 0.7.9\n", "0.7.9")):
-        if text is not None:
-            (about / "METADATA").write_text(text)
-        else:
-            about.rmdir()
-        result = run_python("-c", code, folder=tmp_path, path=(tmp_path / "site",))
-        about.mkdir(exist_ok=True)
-        installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
-        if text is not None or "flashinfer-python" not in installed:
-            assert (result.returncode, result.stdout.strip()) == (0, expected), result.stderr
+    found = run_python("-c", code, folder=tmp_path, path=(tmp_path / "site",))
+    assert (found.returncode, found.stdout.strip()) == (0, "0.7.9"), found.stderr
     hidden = run_python("-c", code, folder=tmp_path, hide=("flashinfer",))
     assert (hidden.returncode, hidden.stdout.strip()) == (0, "None"), hidden.stderr
 
@@ -241,8 +233,8 @@ def test_where_it_is_installed_the_optional_cell_serves(installed):
     assert "cell        flashinfer (kernel cute-dsl, tactic default)" in str(decision)
     assert "else        fused_a, for calls that flashinfer does not take" in str(decision)
     assert explain(3, 1536, 7168, arch="sm103").backend == "fused_a"
-    kernels = [unit.kernel for unit in plan_for(SM103, 1536, 7168).units()]
-    assert sorted(kernels) == ["flashinfer", "fused_a"], "a warm-up makes both"
+    kernels = [unit.kernel for unit in plan_for(SM103, 1536, 7168).entry(2, False).units()]
+    assert kernels == ["flashinfer", "fused_a"], "a warm-up makes both"
     assert explain(2, 1536, 7168, arch="sm103", has_residual=True).backend is None
 
 
