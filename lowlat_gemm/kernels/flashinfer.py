@@ -88,7 +88,7 @@ def parse_config(values: Mapping[str, str]) -> FlashInferConfig:
 
 @functools.lru_cache(maxsize=None)
 def installed_version() -> str | None:
-    """The installed package's version, "unknown" where it has no metadata, None where it is not there. Imports nothing."""
+    """The package's version, "unknown" where it has no metadata, None where it is not installed. Imports nothing."""
     if importlib.util.find_spec("flashinfer") is None:
         return None
     try:
@@ -132,10 +132,12 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: FlashInferConfig, *, res
     if residual:
         return "flashinfer adds no residual"
     if m < 1 or (kernel == "cute-dsl" and m > CUTE_DSL_MAX_TOKENS):
-        return f"M = {m}: flashinfer's {kernel} serves 1 to {CUTE_DSL_MAX_TOKENS if kernel == 'cute-dsl' else 'any number of'} tokens"
+        most = CUTE_DSL_MAX_TOKENS if kernel == "cute-dsl" else "any number of"
+        return f"M = {m}: flashinfer's {kernel} serves 1 to {most} tokens"
     n_multiple, k_multiple = _MULTIPLES.get(kernel, (1, 1))
     if n < 1 or k < 1 or n % n_multiple or k % k_multiple:
-        return f"N = {n}, K = {k}: flashinfer's {kernel} needs N in multiples of {n_multiple}, K in multiples of {k_multiple}"
+        needed = f"N in multiples of {n_multiple}, K in multiples of {k_multiple}"
+        return f"N = {n}, K = {k}: flashinfer's {kernel} needs {needed}"
     return None
 
 
@@ -146,8 +148,8 @@ def layout_refusal(config: FlashInferConfig, x, weight) -> Refusal | None:
     alignment = _ALIGNMENT_BYTES.get(config.kernel, 1)
     for name, operand in (("x", x), ("weight", weight)):
         if past := operand.data_ptr() % alignment:
-            detail = f"{name} starts {past} bytes past a boundary of {alignment}, which flashinfer's {config.kernel} needs"
-            return Refusal(Reason.ALIGNMENT, detail)
+            found = f"{name} starts {past} bytes past a boundary of {alignment}"
+            return Refusal(Reason.ALIGNMENT, f"{found}, which flashinfer's {config.kernel} needs")
     return None
 
 
