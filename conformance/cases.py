@@ -85,7 +85,9 @@ class Case:
 
     @property
     def entry(self) -> PlanEntry:
-        return self.standing or self.plan.entry(self.m, self.residual)
+        """This very cell's, also where an optional cell comes before it."""
+        entry = self.standing or self.plan.entry(self.m, self.residual)
+        return entry if entry is None or entry.otherwise is None else entry.otherwise
 
 
 def table_cases(arch: Arch) -> list[Case]:

@@ -16,7 +16,7 @@ from typing import Any
 from . import settings as settings_module
 from .arch import Arch, DeviceProperties, resolve_arch
 from .kernels.compile_cache import CompileUnit
-from .kernels.registry import backend, built_backends, missing_packages
+from .kernels.registry import backend, built_backends, is_foreign, missing_packages, on_device
 from .kernels.wheels import mixed_wheels
 from .operands import Reason, Refusal
 from .settings import Settings
@@ -30,7 +30,11 @@ TABLE_DTYPE = "bfloat16"
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """What one (M, residual) of a plan comes to. ``refusal`` None: ``unit`` is what to compile and launch."""
+    """What one (M, residual) of a plan comes to. ``refusal`` None: ``unit`` is what to compile and launch.
+
+    ``otherwise``: of an optional cell's entry, the one of the row's own cell, for calls that the first does not take.
+    ``passed_over``: of a row's own cell, the refused entry of the optional cell that would have come before it.
+    """
 
     m: int
     residual: bool
@@ -38,6 +42,19 @@ class PlanEntry:
     config: Any = None
     unit: CompileUnit | None = None
     refusal: Refusal | None = None
+    otherwise: PlanEntry | None = None
+    passed_over: PlanEntry | None = None
+
+    def units(self) -> list[CompileUnit]:
+        """What it can launch: nothing where it is refused, two units where a second cell stands behind the first."""
+        ours = [] if self.refusal is not None else [self.unit]
+        return ours if self.otherwise is None else [*ours, *self.otherwise.units()]
+
+    def on(self, ordinal: int) -> PlanEntry:
+        """The entry for CUDA device ``ordinal``."""
+        otherwise = None if self.otherwise is None else self.otherwise.on(ordinal)
+        unit = None if self.unit is None else on_device(self.unit, ordinal)
+        return replace(self, unit=unit, otherwise=otherwise)
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,15 @@ class Plan:
     def units(self, *, residual: bool = True) -> list[CompileUnit]:
         """Everything that the plan can launch, each once; without ``residual``, leaving out that epilogue."""
         entries = [*self.entries.values(), *(self.residual_entries.values() if residual else ())]
-        return list(dict.fromkeys(entry.unit for entry in entries if entry.refusal is None))
+        return list(dict.fromkeys(unit for entry in entries for unit in entry.units()))
+
+    def on(self, ordinal: int) -> Plan:
+        """The plan for CUDA device ``ordinal``: the same one unless it has another package's kernels."""
+        if not any(is_foreign(unit) for unit in self.units()):
+            return self
+        both = ({m: entry.on(ordinal) for m, entry in one.items()} for one in (self.entries, self.residual_entries))
+        entries, residual_entries = both
+        return replace(self, entries=entries, residual_entries=residual_entries)
 
 
 @dataclass(frozen=True)
@@ -85,9 +110,13 @@ class Decision:
     label: str | None = None
     measured_on: str | None = None
     backend: str | None = None
-    config: Mapping[str, int] = field(default_factory=dict)
+    config: Mapping[str, int | str] = field(default_factory=dict)
     provenance: Any = None
     batch_invariant: bool = False
+    #: the optional cell that would have served here, and why it does not
+    passed_over: tuple[Cell, Refusal] | None = None
+    #: where the decision is an optional cell: the backend of the row's own cell, for calls that the first does not take
+    otherwise: str | None = None
 
     @property
     def runs(self) -> bool:
@@ -111,6 +140,8 @@ class Decision:
             "config": dict(self.config),
             "provenance": None if self.provenance is None else self.provenance.to_json(),
             "batch_invariant": self.batch_invariant,
+            "otherwise": self.otherwise,
+            "passed_over": None if self.passed_over is None else _passed_over_json(*self.passed_over),
         }
 
     def __str__(self) -> str:
@@ -119,12 +150,31 @@ class Decision:
         if self.family is not None:
             lines.append(f"  row         {self.family}/{self.arch}: {self.label or 'unnamed'} (table for {self.measured_on})")
         if self.backend is not None:
-            config = ", ".join(f"{key} {value}" for key, value in self.config.items())
+            config = _config_text(self.config)
             lines.append(f"  cell        {self.backend}" + (f" ({config})" if config else ""))
             lines.append(f"  provenance  {self.provenance}")
             lines.append(f"  bits        {'the same' if self.batch_invariant else 'may differ'} over M")
+        if self.passed_over is not None:
+            cell, refusal = self.passed_over
+            lines.append(f"  passed over {cell.backend} ({_config_text(cell.config)}), {cell.provenance}: {refusal}")
+        if self.otherwise is not None:
+            lines.append(f"  else        {self.otherwise}, for calls that {self.backend} does not take")
         lines.append(f"  decision    {self.backend}" if self.runs else f"  decision    falls back: {self.refusal}")
         return "\n".join(lines)
+
+
+def _config_text(config: Mapping[str, int | str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in config.items())
+
+
+def _passed_over_json(cell: Cell, refusal: Refusal) -> dict[str, Any]:
+    return {
+        "backend": cell.backend,
+        "config": dict(cell.config),
+        "provenance": cell.provenance.to_json(),
+        "reason": refusal.reason.value,
+        "detail": refusal.detail,
+    }
 
 
 def families() -> tuple[str, ...]:
@@ -160,8 +210,9 @@ def select_kimi_k3_backend(
 ) -> str | None:
     """The backend that the Kimi-K3 table names for a local (N, K) at ``num_tokens``, or None to fall back.
 
-    None as well for ``has_residual`` where the row has no residual config. The table alone answers: switches, missing
-    packages and backends that are not built yet are ``explain``'s business. ``arch``: a name, an ``Arch``, or None for
+    None as well for ``has_residual`` where the row has no residual config. The table alone answers, with what needs no
+    other package: switches, optional cells, missing packages and backends that are not built yet are ``explain``'s
+    business. ``arch``: a name, an ``Arch``, or None for
     the current CUDA device (without CUDA: SM103; on an unlisted device the answer is None). Raises ValueError for an
     unknown name.
     """
@@ -180,6 +231,9 @@ def _plan_entry(arch: Arch, spec: ProjectionSpec, m: int, residual: bool, cell: 
     implementation = backend(cell.backend, arch)
     if implementation is None:
         return refused(Reason.BACKEND_NOT_BUILT, f"{cell.backend}; this build has {', '.join(built_backends(arch))}")
+    problem = implementation.unavailable(arch)
+    if problem is not None:
+        return refused(Reason.BACKEND_UNAVAILABLE, problem)
     try:
         config = implementation.parse_config(cell.config)
         problem = implementation.why_not(arch, spec.n, spec.k, m, config, residual=residual)
@@ -207,6 +261,9 @@ def _plan(arch: Arch, n: int, k: int, names: tuple[str, ...], settings: Settings
         {m: _plan_entry(arch, spec, m, residual, cell, settings) for m, cell in sorted(cells.items())}
         for residual, cells in ((False, spec.cells), (True, spec.residual_cells))
     ]
+    for m, cell in sorted(spec.optional_cells.items()):
+        entry = _plan_entry(arch, spec, m, False, cell, settings)
+        by_residual[0][m] = _preferred(entry, by_residual[0].get(m), settings)
     invariant = tuple(_is_invariant(arch, entries) for entries in by_residual)
     if settings.batch_invariant:
         # Served by one kernel for every M, the large ones too, or declined whole: never a mix.
@@ -214,6 +271,16 @@ def _plan(arch: Arch, n: int, k: int, names: tuple[str, ...], settings: Settings
             if not whole:
                 entries.update({m: _declined(entry) for m, entry in entries.items()})
     return Plan(arch, table, spec, invariant, settings.batch_invariant, *by_residual)
+
+
+def _preferred(optional: PlanEntry, own: PlanEntry | None, settings: Settings) -> PlanEntry:
+    """What serves where a row has an optional cell, and ``own`` from its other cells or None."""
+    if settings.batch_invariant and optional.refusal is None:
+        reason = Refusal(Reason.BATCH_INVARIANT, f"{optional.cell.backend} chooses for each M how it adds")
+        optional = replace(optional, unit=None, refusal=reason)
+    if optional.refusal is None:
+        return replace(optional, otherwise=own)
+    return optional if own is None else replace(own, passed_over=optional)
 
 
 def _is_invariant(arch: Arch, entries: Mapping[int, PlanEntry]) -> bool:
@@ -326,6 +393,8 @@ def explain(
         config=entry.cell.config,
         provenance=entry.cell.provenance,
         batch_invariant=plan.invariant[has_residual],
+        passed_over=None if entry.passed_over is None else (entry.passed_over.cell, entry.passed_over.refusal),
+        otherwise=None if entry.otherwise is None else entry.otherwise.cell.backend,
     )
 
 

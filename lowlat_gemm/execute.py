@@ -27,6 +27,7 @@ from .dispatch import (
 )
 from .kernels.compile_cache import CompileCache, CompileError, CompileUnit, Made
 from .kernels.compiling import make, make_all, store_in
+from .kernels.registry import backend, is_foreign
 from .operands import Reason, Refusal, aliasing_problem, check_operands
 from .ready import READY, run_ready
 from .tables import TableError
@@ -49,8 +50,15 @@ COMPILE_CACHE = CompileCache(_make)
 def compile_ahead(
     units: Iterable[CompileUnit], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[CompileUnit, str]:
-    """Makes ``units`` before anything is served, in several processes where that pays; returns what failed, and why."""
-    return make_all(units, COMPILE_CACHE, store_in(settings_module.current().cache_dir), progress=progress)
+    """Makes ``units`` before anything is served, in several processes where that pays; returns what failed, and why.
+
+    While the current stream is captured, another package's kernels are among what failed, and can be made later.
+    """
+    units, refused = list(units), {}
+    if any(map(is_foreign, units)) and torch.cuda.is_current_stream_capturing():
+        refused = {unit: f"{unit.kernel} cannot be prepared in a CUDA graph capture" for unit in filter(is_foreign, units)}
+    made = [unit for unit in units if unit not in refused]
+    return refused | make_all(made, COMPILE_CACHE, store_in(settings_module.current().cache_dir), progress=progress)
 
 
 class NotCompiledError(RuntimeError):
@@ -144,7 +152,7 @@ def _device_plan(ordinal: int, n: int, k: int, names: tuple[str, ...] | None, se
         return Refusal(Reason.TABLE, str(error))
     if plan is None:
         return shape_refusal(arch, n, k)
-    return device_refusal(plan, device) or plan
+    return device_refusal(plan, device) or plan.on(ordinal)
 
 
 def device_plan(ordinal: int, n: int, k: int, names: tuple[str, ...] | None = None) -> Plan | Refusal:
@@ -210,12 +218,24 @@ def run_or_refuse(x, weight, residual=None, names: tuple[str, ...] | None = None
     refusal = entry_refusal(plan, m, residual is not None)
     if refusal is not None:
         return refusal
-    compiled = compiled_for(plan.entry(m, residual is not None), x.device.index)
+    entry = plan.entry(m, residual is not None)
+    compiled = _kernel_for(plan, entry, x, weight)
+    if isinstance(compiled, Refusal) and entry.otherwise is not None and entry.otherwise.refusal is None:
+        log_refusal(x, weight, compiled, f"goes to {entry.otherwise.cell.backend}, not {entry.cell.backend}")
+        compiled = _kernel_for(plan, entry.otherwise, x, weight)
     if isinstance(compiled, Refusal):
         return compiled
-    if residual is None:
+    # The short way asks for nothing that a backend asks for besides.
+    if residual is None and not is_foreign(entry.unit):
         READY.add(settings, names, x.device, n, k, m, compiled)
     return launch(compiled, x, weight, residual)
+
+
+def _kernel_for(plan: Plan, entry: PlanEntry, x, weight):
+    """The compiled kernel of an entry that can run for one call's operands, or the Refusal."""
+    layout_refusal = backend(entry.cell.backend, plan.arch).layout_refusal
+    refusal = None if layout_refusal is None else layout_refusal(entry.config, x, weight)
+    return compiled_for(entry, x.device.index) if refusal is None else refusal
 
 
 def try_low_latency_gemm(x, weight, residual=None):
@@ -236,12 +256,12 @@ def try_low_latency_gemm(x, weight, residual=None):
     return result
 
 
-def log_refusal(x, weight, refusal: Refusal) -> None:
-    """Puts a fall back into the debug log, once per shape, M and reason."""
+def log_refusal(x, weight, refusal: Refusal, what: str = "falls back") -> None:
+    """Puts a fall back into the debug log, once per shape, M and reason. ``what``: what the call does instead."""
     if _LOG.isEnabledFor(logging.DEBUG):
-        _log_once(tuple(getattr(x, "shape", ())), tuple(getattr(weight, "shape", ())), refusal)
+        _log_once(tuple(getattr(x, "shape", ())), tuple(getattr(weight, "shape", ())), what, refusal)
 
 
 @functools.lru_cache(maxsize=4096)
-def _log_once(x_shape, weight_shape, refusal: Refusal) -> None:
-    _LOG.debug("x %s, weight %s falls back: %s", x_shape, weight_shape, refusal)
+def _log_once(x_shape, weight_shape, what: str, refusal: Refusal) -> None:
+    _LOG.debug("x %s, weight %s %s: %s", x_shape, weight_shape, what, refusal)

@@ -19,18 +19,19 @@ from lowlat_gemm.dispatch import plan_for
 from lowlat_gemm.kernels.archive import write_archive
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.compiling import compile_options, fill_store
+from lowlat_gemm.kernels.registry import is_foreign
 from lowlat_gemm.kernels.store import ObjectStore, key_of, origin
 from lowlat_gemm.tables import available_tables, load_table
 
 
 def units_of(arch: Arch) -> list[CompileUnit]:
-    """What the cells of every table of a generation run, each once."""
+    """What the cells of every table of a generation run, each once, without what other packages bring."""
     units = []
     for family, name in available_tables():
         if name == arch.name:
             for n, k in load_table(family, name).projections:
                 units += plan_for(arch, n, k, (family,)).units()
-    return list(dict.fromkeys(units))
+    return [unit for unit in dict.fromkeys(units) if not is_foreign(unit)]
 
 
 def build(arch: Arch, out: Path) -> int:

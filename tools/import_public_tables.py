@@ -16,12 +16,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lowlat_gemm.arch import parse_arch
+from lowlat_gemm.kernels import flashinfer
 from lowlat_gemm.models import projection_shapes
 
 from .lowlat_cli.table_text import TableText
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "conformance" / "data" / "kimi_k3_public_vllm_0_33_0.json"
+DATA = ROOT / "conformance" / "data"
+SOURCE = DATA / "kimi_k3_public_vllm_0_33_0.json"
+FLASHINFER_SOURCE = DATA / "kimi_k3_public_flashinfer_pr_4908.json"
 TABLES = ROOT / "lowlat_gemm" / "tables"
 FAMILY = "kimi_k3"
 
@@ -46,6 +50,18 @@ SPLIT_K_ENTRY = SOURCE_ENTRY | {
 SPLIT_K_ARCHES = ("sm100", "sm103")
 #: The fewest tokens that the public dispatch gives to split-K.
 SPLIT_K_FEWEST = 4
+
+#: FlashInfer's own figures: optional cells, where every token count of a row was faster on it than on fused_a.
+FLASHINFER_KEY = "flashinfer_pr_4908"
+FLASHINFER_ENTRY = {
+    "kind": '"public"',
+    "title": '"FlashInfer pull request 4908: warp split-K behind mm_bf16 cute-dsl"',
+    "url": '"https://github.com/flashinfer-ai/flashinfer/pull/4908"',
+    "date": "2026-09-03",
+    "retrieved": "2026-11-30",
+    "note": '"medians over a row\'s tokens against fused-A and cuBLAS, as in vllm-project/vllm pull 54524; no device in what was'
+    " read, its token ranges are those of vLLM's fused-A table for SM103; not measured by this project\"",
+}
 
 #: Device classes: (SM count, memory, GB/s, where that is from). The SM count is the one that CUDA reports, for
 #: that is what a device is compared with; whole chips have more.
@@ -130,13 +146,44 @@ def tokens(first: int, last: int) -> str:
     return str(first) if first == last else f'"{first}..{last}"'
 
 
-def row_lines(row: dict[str, Any], names: dict[tuple[int, int], str], tactics: dict[str, list[int]]) -> list[str]:
+def optional_lines(row: dict[str, Any], published: dict[str, Any], arch: str) -> list[str]:
+    """The optional cells of a row: ``published`` is what FlashInfer says of its shape, or empty.
+
+    It compares itself with fused_a, so a cell stands beside one of fused_a alone.
+    """
+    if not published or published["over_fused_a"][0] <= 1:
+        return []
+    config = {key: published[key] for key in ("kernel", "tactic")}
+    first, last = published["tokens"]
+    beside = [m for m in range(first, last + 1) if m in row["fused_a_tokens"]]
+    fields = "".join(f', {key} = "{value}"' for key, value in config.items())
+    for m in beside:
+        problem = flashinfer.why_not(parse_arch(arch), row["n"], row["k"], m, flashinfer.parse_config(config))
+        if problem or not flashinfer.warp_split_k_serves(row["n"], row["k"]):
+            raise SystemExit(f"{FLASHINFER_SOURCE.name}: {row['n']}x{row['k']}, M = {m}: {problem or 'not on warp split-K'}")
+    return [
+        f'  {{m = {tokens(*run)}, backend = "flashinfer"{fields}, source = "{FLASHINFER_KEY}"}},' for run in runs(beside)
+    ]
+
+
+def row_lines(
+    row: dict[str, Any], names: dict[tuple[int, int], str], tactics: dict[str, list[int]], optional: list[str]
+) -> list[str]:
     label = row["projection"] or names[row["n"], row["k"]]
     lines = ["", "[[projection]]", f"n = {row['n']}", f"k = {row['k']}", f'label = "{label}"']
     lines += ["cells = [", *cell_lines(row["fused_a_tokens"], row["skinny"], tactics), "]"]
     if row["skinny_residual"]:
         lines += ["residual_cells = [", *cell_lines([], row["skinny_residual"], {}), "]"]
+    if optional:
+        lines += ["optional_cells = [", *optional, "]"]
     return lines
+
+
+def flashinfer_rows(arch: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """(n, k) -> what FlashInfer has published of a generation."""
+    published = json.loads(FLASHINFER_SOURCE.read_text(encoding="utf-8"))
+    rows = published["rows"] if published["arch"] == arch else []
+    return {(row["n"], row["k"]): row | {key: published[key] for key in ("kernel", "tactic")} for row in rows}
 
 
 def split_k_tactics(arch: str, published: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
@@ -166,12 +213,16 @@ def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str],
         tactics = split_k_tactics(arch, split_k)
         if tactics:
             lines += ["", f"[sources.{SPLIT_K_KEY}]", *(f"{key} = {value}" for key, value in SPLIT_K_ENTRY.items())]
+        brought = flashinfer_rows(arch)
+        if brought:
+            lines += ["", f"[sources.{FLASHINFER_KEY}]", *(f"{key} = {value}" for key, value in FLASHINFER_ENTRY.items())]
         nothing = {"fused_a_tokens": [], "skinny": {}, "skinny_residual": {}}
         known = {(row["n"], row["k"]) for row in public["table"]}
         rows = public["table"] + [nothing | row for key, row in tactics.items() if key not in known]
         for row in rows:
             published = tactics.get((row["n"], row["k"]), {})
-            lines += row_lines(row, names, published.get("tactics_by_padded_tokens", {}))
+            optional = optional_lines(row, brought.get((row["n"], row["k"]), {}), arch)
+            lines += row_lines(row, names, published.get("tactics_by_padded_tokens", {}), optional)
     return "\n".join(lines) + "\n"
 
 

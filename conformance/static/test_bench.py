@@ -19,6 +19,7 @@ from lowlat_cli.environment import Gpu
 from lowlat_cli.measure import LINKED, WARM, Mode, Timing
 from lowlat_cli.record import command_line, make_bench_record, render
 from lowlat_gemm.arch import SM90, DeviceProperties
+from lowlat_gemm.kernels import flashinfer
 from lowlat_gemm.reference import reference_gemm
 
 H200 = Gpu(0, DeviceProperties("NVIDIA H200", (9, 0), 132, 4814.0), SM90)
@@ -127,6 +128,7 @@ def test_candidates_by_name():
 @pytest.mark.parametrize("name", [name for name in candidates.CANDIDATES if name not in (OURS, CUBLAS)])
 def test_a_package_that_is_not_there_is_one_line(monkeypatch, name):
     monkeypatch.setattr(candidates, "_not_installed", lambda module: f"{module} is not installed")
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
     assert "is not installed" in candidates.CANDIDATES[name].why_not(SM90, 1536, 7168, 1)
 
 

@@ -49,6 +49,22 @@ def test_doctor_is_content_with_a_gpu_that_can_run_kernels(lowlat, monkeypatch):
     assert code == 1 and "no GPU of a served generation" in out and "not served" in out
 
 
+def test_doctor_says_what_flashinfer_serves_here(lowlat, monkeypatch):
+    for version, arch, said in (
+        (None, SM90, "flashinfer is not installed: sm90 needs flashinfer-python >= 0.7.0"),
+        ("0.6.18", SM90, "flashinfer 0.6.18 is too old"),
+        ("0.7.4", SM90, "0.7.4 serves tinygemm, cutile, cublaslt, cudnn; kept from dispatch: no recorded run"),
+    ):
+        monkeypatch.setattr("lowlat_gemm.kernels.flashinfer.installed_version", lambda: version)
+        monkeypatch.setattr(environment, "find_gpus", lambda: ([Gpu(0, device_of(arch), arch)], None))
+        report = json.loads(lowlat("doctor", "--json")[1])
+        assert list(report["flashinfer"]) == [arch.name] and report["flashinfer"][arch.name].startswith(said)
+        assert f"flashinfer on {arch}" in lowlat("doctor")[1]
+    monkeypatch.setattr(environment, "find_gpus", lambda: ([], "none"))
+    serves = json.loads(lowlat("doctor", "--json")[1])["flashinfer"]
+    assert list(serves) == [arch.name for arch in ARCHES] and "cute-dsl" in serves["sm103"]
+
+
 @pytest.mark.parametrize("variable, reason", [("LOWLAT_GEMM_BATCH_INVARIANT=1", "not batch-invariant"), ("LOWLAT_GEMM_DENY=skinny", "deny list")])
 def test_doctor_says_when_not_one_cell_can_run(lowlat, monkeypatch, variable, reason):
     monkeypatch.setattr("lowlat_cli.doctor.missing_packages", lambda: ())

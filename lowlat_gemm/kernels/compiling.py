@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .compile_cache import CompileCache, CompileError, CompileUnit, Made
-from .registry import kernel_module
+from .registry import is_foreign, kernel_module
 from .store import ObjectStore, default_folder, key_of, toolchain
 
 _LOG = logging.getLogger("lowlat_gemm")
@@ -39,8 +39,11 @@ def compile_now(unit: CompileUnit, extra_options: str = "") -> Any:
     """Compiles ``unit`` now, past every cache; ``extra_options`` (dump folders, say) go to the compiler as they are."""
     import cutlass.cute as cute
 
-    module = importlib.import_module(f".{kernel_module(unit.kernel, unit.target)}", __package__)
-    return module.compile_kernel(unit, cute.compile, f"{compile_options(unit.target)} {extra_options}".rstrip())
+    return _module_of(unit).compile_kernel(unit, cute.compile, f"{compile_options(unit.target)} {extra_options}".rstrip())
+
+
+def _module_of(unit: CompileUnit):
+    return importlib.import_module(f".{kernel_module(unit.kernel, unit.target)}", __package__)
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,7 +86,10 @@ def make(unit: CompileUnit, store: ObjectStore | None) -> Made:
     """Loads ``unit`` from ``store`` or compiles it and puts it there. Raises what the compiler raises.
 
     A kernel that was just compiled is loaded from its object all the same, so that every run launches the same thing.
+    Another package's kernel is prepared by it, and kept by it or not.
     """
+    if is_foreign(unit):
+        return Made(_module_of(unit).prepare(unit), compiled=True)
     if store is None:
         return Made(compile_now(unit), compiled=True)
     key = key_of(unit, compile_options(unit.target))
@@ -143,7 +149,8 @@ def fill_store(
 
 
 def _missing(units: Iterable[CompileUnit], store: ObjectStore) -> list[CompileUnit]:
-    return [unit for unit in units if store.find(key_of(unit, compile_options(unit.target))) is None]
+    ours = (unit for unit in units if not is_foreign(unit))
+    return [unit for unit in ours if store.find(key_of(unit, compile_options(unit.target))) is None]
 
 
 def _make_in_processes(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from ..arch import ARCHES, SM90, Arch
 from ..backends import BACKEND_NAMES
-from . import fused_a, kda, skinny, split_k
+from ..operands import Refusal
+from . import flashinfer, fused_a, kda, skinny, split_k
 from .compile_cache import CompileUnit
 
 
@@ -29,6 +30,9 @@ class Backend:
     bits at every M, however large; None: the bits, or whether it can serve, depend on M.
     ``proven``: the modules of ``kernel_modules`` whose code hw_matrix/records shows right on some generation, with nothing
     open against it. Until then it compiles and is tested, and the dispatcher takes it for not built.
+    ``unavailable(arch)``: why the package that brings the kernels cannot serve a generation; None where it can, and for
+    our own, whose packages are ``missing_packages``' business.
+    ``layout_refusal(config, x, weight)``: what it asks of operands beyond ``check_operands``; None: nothing.
     """
 
     name: str
@@ -38,6 +42,8 @@ class Backend:
     kernel_modules: Mapping[str, str]
     invariance: Callable[[Any], Hashable | None]
     proven: frozenset[str]
+    unavailable: Callable[[Arch], str | None] = lambda arch: None
+    layout_refusal: Callable[[Any, Any, Any], Refusal | None] | None = None
 
     def proven_on(self, arch: Arch) -> bool:
         """Whether the code that runs on ``arch`` has been run: by one generation for all that share it."""
@@ -67,6 +73,24 @@ _BACKENDS = {
 }
 
 
+#: Kernels of other packages: prepared in the process that launches them, for one device, and never kept in our store.
+_FOREIGN = {
+    flashinfer.NAME: Backend(
+        flashinfer.NAME,
+        flashinfer.parse_config,
+        flashinfer.why_not,
+        flashinfer.compile_unit,
+        _on_every_generation("flashinfer_kernel"),
+        # A tactic is chosen for each M.
+        invariance=lambda config: None,
+        # No recorded run has gone through this backend.
+        proven=frozenset(),
+        unavailable=flashinfer.unavailable,
+        layout_refusal=flashinfer.layout_refusal,
+    )
+}
+
+
 #: Kernels that no table names: they are launched by what knows its projections.
 _BESIDE_BACKENDS = {kda.NAME: _on_every_generation("kda_kernel")}
 
@@ -75,7 +99,7 @@ def backend(name: str, arch: Arch) -> Backend | None:
     """The backend of that name, or None when the dispatcher does not have it yet on ``arch``. ValueError: no such name."""
     if name not in BACKEND_NAMES:
         raise ValueError(f"unknown backend {name!r}: known are {', '.join(BACKEND_NAMES)}")
-    found = _BACKENDS.get(name)
+    found = _BACKENDS.get(name) or _FOREIGN.get(name)
     return found if found is not None and found.proven_on(arch) else None
 
 
@@ -85,14 +109,24 @@ def built_backends(arch: Arch) -> tuple[str, ...]:
 
 
 def every_backend() -> Mapping[str, Backend]:
-    """Every backend that compiles, by name, proven or not: for tools that measure and prove them."""
+    """Every backend that compiles from our sources, by name, proven or not: for tools that measure and prove them."""
     return MappingProxyType(_BACKENDS)
 
 
 def kernel_module(name: str, target: str) -> str:
-    """Name of the module with a kernel's CuTe DSL code for a compile target, proven or not. KeyError: there is none."""
-    modules = _BACKENDS[name].kernel_modules if name in _BACKENDS else _BESIDE_BACKENDS[name]
-    return modules[target]
+    """Name of the module with a kernel's code for a compile target, proven or not. KeyError: there is none."""
+    found = _BACKENDS.get(name) or _FOREIGN.get(name)
+    return (_BESIDE_BACKENDS[name] if found is None else found.kernel_modules)[target]
+
+
+def is_foreign(unit: CompileUnit) -> bool:
+    """Whether another package brings the kernel: then it is prepared, not compiled by us."""
+    return unit.kernel in _FOREIGN
+
+
+def on_device(unit: CompileUnit, ordinal: int) -> CompileUnit:
+    """The unit for CUDA device ``ordinal``: our own serve every device, those of other packages the one alone."""
+    return replace(unit, spec=replace(unit.spec, ordinal=ordinal)) if is_foreign(unit) else unit
 
 
 #: Modules that compiling and launching needs, with the package that brings each.

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import settings
 from ..arch import ARCHES, Arch, DeviceClass, parse_arch
-from ..backends import BACKEND_NAMES, CONFIG_KEYS
+from ..backends import BACKEND_NAMES, CONFIG_KEYS, OPTIONAL_BACKENDS
 from .fields import DATE, LIST, POSITIVE_INT, POSITIVE_NUMBER, TABLE, TEXT, VERSIONS, Check, Where, one_of, read
 from .schema import (
     MAX_TOKENS,
@@ -172,7 +172,8 @@ def _inherited(spec: ProjectionSpec, parent: str) -> ProjectionSpec:
     def marked(cells: Mapping[int, Cell]) -> Mapping[int, Cell]:
         return frozen({m: mark(cell) for m, cell in cells.items()})
 
-    return replace(spec, cells=marked(spec.cells), residual_cells=marked(spec.residual_cells))
+    kinds = ("cells", "residual_cells", "optional_cells")
+    return replace(spec, **{kind: marked(getattr(spec, kind)) for kind in kinds})
 
 
 class _Rows:
@@ -199,12 +200,16 @@ class _Rows:
         n, k = (item.get("n"), item.get("k")) if isinstance(item, dict) else (None, None)
         named = type(n) is int and type(k) is int
         where = self.where.at(f"projection {n}x{k}" if named else f"projection row {index}")
-        read(where, item, {"n": POSITIVE_INT, "k": _K, "label": TEXT, "cells": LIST}, {"residual_cells": LIST})
+        optional = {"residual_cells": LIST, "optional_cells": LIST}
+        read(where, item, {"n": POSITIVE_INT, "k": _K, "label": TEXT, "cells": LIST}, optional)
         cells = self._cells(where, "cell", item["cells"])
         residual = self._cells(where, "residual cell", item.get("residual_cells", []))
+        brought = self._cells(where, "optional cell", item.get("optional_cells", []))
+        for m, cell in brought.items():
+            where.at(f"optional cell m={m}").check("backend", cell.backend, one_of(OPTIONAL_BACKENDS))
         if not cells and not residual:
             raise where.error("cells", "none", "at least one cell")
-        return ProjectionSpec(n, k, item["label"], cells=frozen(cells), residual_cells=frozen(residual))
+        return ProjectionSpec(n, k, item["label"], frozen(cells), frozen(residual), frozen(brought))
 
     def _cells(self, row: Where, kind: str, items: list) -> dict[int, Cell]:
         cells: dict[int, Cell] = {}
@@ -229,6 +234,7 @@ class _Rows:
         where.check("provenance", kind, one_of(_KINDS_IN_FILES))
         keys = CONFIG_KEYS[backend]
         required = {"m": _TOKENS, "backend": TEXT, **dict.fromkeys(keys.required, POSITIVE_INT)}
+        required |= {key: one_of(values) for key, values in keys.words.items()}
         optional = {**dict.fromkeys(keys.optional, POSITIVE_INT), "provenance": TEXT}
         if kind == "measured":
             required |= {"time_us": POSITIVE_NUMBER, "baseline_us": POSITIVE_NUMBER}
@@ -242,7 +248,7 @@ class _Rows:
             provenance = self._measured(where, item)
         else:
             provenance = Provenance(kind=kind)
-        config = {key: item[key] for key in (*keys.required, *keys.optional) if key in item}
+        config = {key: item[key] for key in keys.names if key in item}
         return Cell(backend=backend, config=frozen(config), provenance=provenance)
 
     def _source_of(self, where: Where, item: dict[str, Any], kind: str) -> Source | None:

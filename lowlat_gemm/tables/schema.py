@@ -84,19 +84,24 @@ class Cell:
     """The winner for one (N, K, M): a backend, its config as the backend's config dataclass names it, and why."""
 
     backend: str
-    config: Mapping[str, int]
+    config: Mapping[str, int | str]
     provenance: Provenance
 
 
 @dataclass(frozen=True)
 class ProjectionSpec:
-    """One row. ``label`` is for people; nothing is decided by it."""
+    """One row. ``label`` is for people; nothing is decided by it.
+
+    ``optional_cells``: where a backend that another package brings beats ``cells``, without residual. Such a cell serves
+    where that package is installed and serves it; everywhere else the one of ``cells`` does.
+    """
 
     n: int
     k: int
     label: str
     cells: Mapping[int, Cell]
     residual_cells: Mapping[int, Cell] = field(default_factory=lambda: frozen({}))
+    optional_cells: Mapping[int, Cell] = field(default_factory=lambda: frozen({}))
 
 
 class CellKey(NamedTuple):
@@ -122,15 +127,21 @@ class Table:
     path: str
 
     def cell(self, n: int, k: int, m: int, *, residual: bool = False) -> Cell | None:
-        """The cell for a local (N, K) at M tokens, or None where the table has none."""
+        """The cell for a local (N, K) at M tokens that needs no other package, or None where the table has none."""
         spec = self.projections.get((n, k))
         if spec is None:
             return None
         return (spec.residual_cells if residual else spec.cells).get(m)
 
     def cells(self) -> Iterator[tuple[CellKey, Cell]]:
-        """Every cell, row by row and M by M; those with the residual epilogue follow the others of their row."""
+        """Every cell but the optional ones, row by row and M by M; those with residual follow the others of their row."""
         for spec in self.projections.values():
             for residual, cells in ((False, spec.cells), (True, spec.residual_cells)):
                 for m, cell in cells.items():
                     yield CellKey(spec.n, spec.k, m, residual), cell
+
+    def optional_cells(self) -> Iterator[tuple[CellKey, Cell]]:
+        """Every optional cell, row by row and M by M."""
+        for spec in self.projections.values():
+            for m, cell in spec.optional_cells.items():
+                yield CellKey(spec.n, spec.k, m, False), cell

@@ -241,4 +241,4 @@ def _compile_ahead(shapes: Sequence[Shape], tokens: Sequence[int], gpu: Gpu) -> 
     """Compiles what of ours will be timed, in several processes."""
     plans = [device_plan(gpu.ordinal, shape.n, shape.k) for shape in shapes]
     entries = [plan.entry(m, False) for plan in plans if not isinstance(plan, Refusal) for m in tokens]
-    compile_ahead(entry.unit for entry in entries if entry is not None and entry.refusal is None)
+    compile_ahead(unit for entry in entries if entry is not None for unit in entry.units())

@@ -1,9 +1,8 @@
 """What ``lowlat bench`` times beside the floor: our kernels and what else could compute the same GEMM.
 
 One interface: a name, ``why_not`` (a package that is not there, a shape that is not served: one line), and ``make``,
-which gives the ``Run`` to judge and to time. The calls into other packages are those of their public interfaces:
-FlashInfer 0.7 (``flashinfer.gemm.tinygemm_bf16``, ``flashinfer.mm_bf16``) and vLLM 0.33
-(``vllm/models/kimi_k3/nvidia/low_latency_gemm.py``).
+which gives the ``Run`` to judge and to time. FlashInfer is called as the library's own backend calls it; the calls into
+vLLM are those of its public interface (0.33, ``vllm/models/kimi_k3/nvidia/low_latency_gemm.py``).
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
-from lowlat_gemm.arch import Arch
+from lowlat_gemm.arch import Arch, arch_of_capability, device_properties
 from lowlat_gemm.dispatch import explain
 from lowlat_gemm.execute import COMPILE_CACHE, device_plan, launch
+from lowlat_gemm.kernels import flashinfer
 
 from .measure import Run
 
@@ -87,52 +87,20 @@ class Compiled(Candidate):
         return lambda x, w, y: compiled(x, w)
 
 
-class FlashInferTiny(Candidate):
-    """FlashInfer's TinyGEMM."""
+class FlashInfer(Candidate):
+    """One of FlashInfer's kernels, prepared and tuned as for a table cell that names it."""
 
-    name = "flashinfer-tinygemm"
-
-    def why_not(self, arch, n, k, m):
-        if n % 16 or k % 64:
-            return "N in multiples of 16 and K in multiples of 64 only"
-        return _not_installed("flashinfer")
-
-    def make(self, n, k, m, ordinal):
-        from flashinfer.gemm import tinygemm_bf16
-
-        def run(x, w, y):
-            tinygemm_bf16(x, w, y, use_pdl=True)
-            return y
-
-        return run
-
-
-class FlashInferMm(Candidate):
-    """One backend of FlashInfer's ``mm_bf16``, tuned at its first call; the package refuses what it does not serve."""
-
-    def __init__(self, backend: str):
-        self.backend, self.name = backend, f"flashinfer-{backend}"
+    def __init__(self, kernel: str, tactic: str):
+        self.name = f"flashinfer-{kernel}"
+        self.config = flashinfer.FlashInferConfig(kernel, tactic)
 
     def why_not(self, arch, n, k, m):
-        return _not_installed("flashinfer")
+        return flashinfer.unavailable(arch) or flashinfer.why_not(arch, n, k, m, self.config)
 
     def make(self, n, k, m, ordinal):
-        import flashinfer
-        from flashinfer.autotuner import autotune
-
-        def call(x, w, y):
-            return flashinfer.mm_bf16(x, w.T, out=y, backend=self.backend)
-
-        tuned = []
-
-        def run(x, w, y):
-            if tuned:
-                return call(x, w, y)
-            tuned.append(True)
-            with autotune(True):
-                return call(x, w, y)
-
-        return run
+        arch = arch_of_capability(device_properties(ordinal).capability)
+        kernel = COMPILE_CACHE.get(flashinfer.compile_unit(arch, n, k, m, self.config, ordinal=ordinal))
+        return lambda x, w, y: launch(kernel, x, w, None, y)
 
 
 class Vllm(Candidate):
@@ -192,11 +160,12 @@ _ALL = (
     Ours(),
     Cublas(),
     Compiled(),
-    FlashInferTiny(),
-    FlashInferMm("cutile"),
-    FlashInferMm("cutlass"),
-    FlashInferMm("cublaslt"),
-    FlashInferMm("cudnn"),
+    FlashInfer("tinygemm", "default"),
+    FlashInfer("cutile", "default"),
+    FlashInfer("cute-dsl", "autotuned"),
+    FlashInfer("cutlass", "autotuned"),
+    FlashInfer("cublaslt", "autotuned"),
+    FlashInfer("cudnn", "autotuned"),
     Vllm(),
     VllmSkinny(),
     VllmFusedA(),

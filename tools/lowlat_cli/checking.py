@@ -169,7 +169,7 @@ def _compile_ahead(shapes: Sequence[Shape], gpu: Gpu) -> None:
     from lowlat_gemm.execute import compile_ahead
 
     plans = (plan_for(gpu.arch, shape.n, shape.k) for shape in shapes)
-    compile_ahead(unit for plan in plans if plan is not None for unit in plan.units())
+    compile_ahead(unit for plan in plans if plan is not None for unit in plan.on(gpu.ordinal).units())
 
 
 def _current_device(gpu: Gpu | None):

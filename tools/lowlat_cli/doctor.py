@@ -10,8 +10,9 @@ from typing import Any
 import lowlat_gemm
 from lowlat_gemm import settings
 from lowlat_gemm.dispatch import plan_for
-from lowlat_gemm.arch import parse_arch
-from lowlat_gemm.kernels.registry import built_backends, missing_packages
+from lowlat_gemm.arch import ARCHES, Arch, parse_arch
+from lowlat_gemm.kernels import flashinfer
+from lowlat_gemm.kernels.registry import backend, built_backends, missing_packages
 from lowlat_gemm.kernels.wheels import mixed_wheels
 from lowlat_gemm.kernels.store import default_folder
 from lowlat_gemm.operands import Reason
@@ -33,7 +34,10 @@ class TableHealth:
 
 @dataclass(frozen=True)
 class Report:
-    """``problems``: why kernels do not run here, empty when they do. ``notes``: what is worth knowing besides."""
+    """``problems``: why kernels do not run here, empty when they do. ``notes``: what is worth knowing besides.
+
+    ``flashinfer``: for each generation that is here, or for all where none is, what the optional backend serves there.
+    """
 
     gpus: list[environment.Gpu]
     driver: str | None
@@ -41,6 +45,7 @@ class Report:
     settings: settings.Settings
     cache: str
     plugins: dict[str, str]
+    flashinfer: dict[str, str]
     tables: list[TableHealth]
     problems: list[str]
     notes: list[str]
@@ -54,6 +59,7 @@ class Report:
             "settings": asdict(self.settings),
             "cache": self.cache,
             "plugins": self.plugins,
+            "flashinfer": self.flashinfer,
             "tables": [vars(table) for table in self.tables],
             "kernels_can_run": not self.problems,
             "problems": self.problems,
@@ -102,6 +108,15 @@ def _cache(folder: str | None) -> str:
     return f"{path} ({sum(1 for _ in path.glob('*.o'))} compiled kernels)"
 
 
+def _flashinfer(arch: Arch) -> str:
+    """What FlashInfer serves on a generation, or why nothing."""
+    problem = flashinfer.unavailable(arch)
+    if problem is not None:
+        return problem
+    state = f"{flashinfer.installed_version()} serves {', '.join(flashinfer.kernels_on(arch))}"
+    return state if backend(flashinfer.NAME, arch) else f"{state}; kept from dispatch: no recorded run shows it right"
+
+
 def examine() -> Report:
     """Looks at everything and fails at nothing."""
     gpus, why_no_gpu = environment.find_gpus()
@@ -146,6 +161,7 @@ def examine() -> Report:
         chosen,
         _cache(chosen.cache_dir),
         plugins.states(chosen),
+        {arch.name: _flashinfer(arch) for arch in dict.fromkeys(gpu.arch for gpu in served) or ARCHES},
         tables,
         problems,
         notes,

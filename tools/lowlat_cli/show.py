@@ -65,6 +65,8 @@ def doctor(console: Console, report) -> None:
     grid.add_row("cache", report.cache)
     for framework, state in report.plugins.items():
         grid.add_row(f"{framework} plugin", state)
+    for arch, state in report.flashinfer.items():
+        grid.add_row(f"flashinfer on {arch}", state)
     for table in report.tables:
         state = table.error or f"{table.cells} cells, {table.built} of them on backends of this build"
         grid.add_row(f"{table.family}/{table.arch}", state)

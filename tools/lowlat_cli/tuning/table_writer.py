@@ -143,7 +143,7 @@ def _with_sound_ends(cells: dict[int, dict[str, Any]]) -> dict[int, dict[str, An
 
     def config(cell: Mapping) -> dict:
         keys = CONFIG_KEYS[cell["backend"]]
-        return {key: cell[key] for key in ("backend", *keys.required, *keys.optional) if key in cell}
+        return {key: cell[key] for key in ("backend", *keys.names) if key in cell}
 
     def sound(m: int) -> bool:
         low, high = max((o for o in measured if o < m), default=None), min((o for o in measured if o > m), default=None)
