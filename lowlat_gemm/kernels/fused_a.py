@@ -1,9 +1,9 @@
 """``fused_a``: a tensor-core GEMM that streams the weight from global memory into registers, for few tokens or a short K.
 
-mma.sync m16n8k16. K is permuted alike for both operands, so that a lane's 16 bytes of
-a row are its operand words of two products: nothing is staged in shared memory on the way in. Rows are permuted so that
-a lane ends with neighbouring outputs of two tokens: 2 * row_tiles of each at up to 8 tokens, twice as many at more, where
-the product is taken the other way round, 16 tokens by 8 rows.
+mma.sync m16n8k16. K is permuted alike for both operands, so that a lane's 16 bytes of a row are its operand words of two
+products: nothing is staged in shared memory on the way in. Rows are permuted so that a lane ends with neighbouring outputs
+of two tokens: 2 * row_tiles of each at up to 8 tokens, twice as many at more, where the product is taken the other way
+round, 16 tokens by 8 rows.
 
     CTA    row_warps x k_warps warps, 8 or 16 tokens
     warp   16 * row_tiles rows; of K every k_warps-th block of 32; ``unroll`` blocks of weights in flight
