@@ -26,6 +26,8 @@ ALLOWED = {
     "tensor_map": {"operands"},
     "projection": {"arch", "dispatch", "execute", "kernels", "operands", "settings", "tables", "tensor_map"},
     "prepared_projection": {"arch", "execute", "kernels", "projection", "tensor_map"},
+    "kda_branches": {"arch", "dispatch", "kernels", "models", "settings", "tables"},
+    "kda_overlap": {"arch", "dispatch", "execute", "kda_branches", "operands", "settings", "tables", "torch_op"},
     "torch_op": {"execute", "operands", "ready", "settings"},
     "warmup": {"dispatch", "execute", "operands"},
     "adapters": {"dispatch", "execute", "operands", "ready", "settings", "torch_op", "warmup"},
