@@ -93,6 +93,14 @@ def make_host_record(command: str, cells: list, gpu, started: datetime.datetime,
     return head | {"cells": [cell.to_json() for cell in cells]}
 
 
+def make_kda_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of the KDA overlap; ``cells``: of ``kda_bench.KdaCell``. Times are in microseconds a layer."""
+    from .kda_bench import limit_of
+
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "kda", "max_tokens": limit_of(cells)}
+    return head | {"cells": [cell.to_json() for cell in cells]}
+
+
 def make_tune_record(command: str, outcome: dict, gpu, started: datetime.datetime, seconds: float) -> dict:
     """The record of a tuning run; ``outcome``: ``tuning.report.outcome_json``, with its cells."""
     return _head(command, gpu, started, seconds) | outcome

@@ -86,7 +86,7 @@ def summarise(path: Path) -> Summary:
     kind = record.get("kind") or next((kind for key, kind in _KINDS.items() if cells and key in cells[0]), "unknown")
     gpu = (record.get("machine") or {}).get("gpu") or {}
     head = Summary(str(path), kind, record.get("command", ""), gpu.get("name"), record.get("commit"), len(cells))
-    reader = {"bench": _bench, "tune": _tune, "check": _check, "host": _host}.get(kind)
+    reader = {"bench": _bench, "tune": _tune, "check": _check, "host": _host, "kda": _kda}.get(kind)
     if reader is None:
         head.notes.append(f"a record of kind {kind!r}: nothing is known of its cells")
     else:
@@ -172,6 +172,12 @@ def _host(record: dict, head: Summary) -> None:
     cells = record["cells"]
     head.notes.append(", ".join(f"{name} {value:g}" for name, value in record["medians"].items()))
     _add_worst(head, [Worst(_name(cell), cell["forward_over_f_linear"], "F.linear, on the host") for cell in cells])
+
+
+def _kda(record: dict, head: Summary) -> None:
+    head.notes.append(f"the overlap beats the sequential path in all chains up to M = {record['max_tokens']}")
+    worst = [Worst(f"M = {c['m']}, {c['chain']}", c["overlap_over"]["sequential"], "sequential") for c in record["cells"]]
+    _add_worst(head, worst)
 
 
 def markdown(summaries: Sequence[Summary]) -> str:
