@@ -24,6 +24,8 @@ _WHERE = {
     "matrix_view": "tensor_map",
     "weight_map": "tensor_map",
     "request_low_latency_warmup": "warmup",
+    "stale_weights": "captures",
+    "forget_captures": "captures",
     "run_kda_projection_overlap": "kda_overlap",
     "autotune_kda_qkvg": "kda_overlap",
     "kda_overlap_limit": "kda_overlap",
