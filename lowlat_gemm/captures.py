@@ -25,11 +25,8 @@ class WeightPlace:
 
     def is_of(self, weight) -> bool:
         """Whether ``weight`` is the same view of the same storage."""
-        return (
-            self._view == _view(weight)
-            and not self._storage.expired()
-            and self._storage.cdata == weight.untyped_storage()._cdata
-        )
+        # A weak reference keeps the storage's own object, if not its memory: no other one has its identity meanwhile.
+        return self._view == _view(weight) and self._storage.cdata == weight.untyped_storage()._cdata
 
 
 def _view(weight) -> tuple:

@@ -77,8 +77,8 @@ class PreparedProjection(OwnedWeight):
     Tokens are rows of a padded batch: padding rows are input like any other, and masking what comes of them is the
     caller's. A token's bits depend on the split of the policy and on nothing else. The weight may be written in place,
     or get other storage of the same shape, dtype and device: every launch reads it where it is; a graph that was
-    captured before still reads the old storage, and ``stale()`` says so. The switches of dispatch (LOWLAT_GEMM_DISABLE and the others) do not
-    apply: there is nothing to fall back to.
+    captured before still reads the old storage, and ``stale()`` says so. The switches of dispatch (LOWLAT_GEMM_DISABLE
+    and the others) do not apply: there is nothing to fall back to.
 
     On SM90 this is the wgmma kernel. From SM100 on it is the tcgen05 kernel, which no hardware has run yet: dispatch
     leaves it out, and making this object asks for it all the same.

@@ -201,6 +201,14 @@ def test_what_falls_back_is_not_ours_to_note(gpu):
     assert not module.stale()
 
 
+def test_a_residual_launch_of_a_method_is_noted_too(gpu):
+    layer, x, residual = _Layer(), bf16(1, K), bf16(1, N)
+    layer.method.apply_with_residual(layer, x, residual)
+    capture(gpu, lambda _: layer.method.apply_with_residual(layer, x, residual))
+    layer.weight = torch.nn.Parameter(bf16(N, K, seed=5), requires_grad=False)
+    assert stale_weights(layer) == ("",)
+
+
 def test_a_map_is_not_made_in_a_capture(gpu):
     owner = torch.nn.Parameter(bf16(N, K), requires_grad=False)
     prepared = PreparedProjection(owner, {M: (64, 8, 2, 4)}).prepare()
