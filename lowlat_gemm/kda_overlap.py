@@ -55,7 +55,7 @@ def _limit(ordinal: int, settings: Settings) -> int | Refusal:
         return Refusal(Reason.BATCH_INVARIANT, "the branches' kernels do not add in one order at every M")
     section = table.kda_overlap
     if section is None or section.limit is None:
-        return Refusal(Reason.TOKENS, f"nobody has measured for {arch} up to which M the KDA overlap is the better path")
+        return Refusal(Reason.TOKENS, f"nobody has measured for {arch} up to which M the KDA overlap is faster")
     return section.limit.max_tokens
 
 
@@ -126,7 +126,7 @@ def _check(x, packed, f_b) -> None:
         if tuple(tensor.shape) != shape or tensor.dtype != _DTYPE:
             raise ValueError(f"expected {name} {list(shape)} of {_DTYPE}, found {list(tensor.shape)} of {tensor.dtype}")
         if tensor.device.type != "cuda" or tensor.device != x.device:
-            raise ValueError(f"expected {name} on one CUDA device with hidden_states ({x.device}), found {tensor.device}")
+            raise ValueError(f"expected {name} on the CUDA device of hidden_states ({x.device}), found {tensor.device}")
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise ValueError(f"{name} needs a gradient: call under torch.inference_mode() or torch.no_grad()")
     refusal = check_operands(x, packed) or check_weight(f_b, name="f_b_weight")
@@ -148,9 +148,12 @@ def _check_tokens(m: int, ordinal: int, max_tokens: int | None) -> None:
         _check_forced(max_tokens)
     limit = kda_overlap_limit(ordinal) if max_tokens is None else max_tokens
     if isinstance(limit, Refusal):
-        raise ValueError(f"no limit for the KDA overlap: {limit}; max_tokens = 1 to {MAX_OVERLAP_TOKENS} runs it all the same")
+        forced = f"max_tokens = 1 to {MAX_OVERLAP_TOKENS} runs it all the same"
+        raise ValueError(f"no limit for the KDA overlap: {limit}; {forced}")
+    if limit == 0:
+        raise ValueError("the KDA overlap never wins here")
     if not 1 <= m <= limit:
-        raise ValueError(f"{m} tokens: the KDA overlap serves 1 to {limit} here" if limit else "the KDA overlap never wins here")
+        raise ValueError(f"{m} tokens: the KDA overlap serves 1 to {limit} here")
 
 
 def _check_forced(max_tokens: int) -> None:
@@ -163,9 +166,9 @@ def autotune_kda_qkvg(model: torch.nn.Module, *, max_tokens: int | None = None) 
     name of each such module, the largest M for which it may be called (0: not at all). To be called before capture.
 
     A KDA layer is a module whose ``in_proj_qkvgfab.weight`` and ``f_b_proj.weight`` are BF16 weights of TP 8 on CUDA,
-    as the function takes them. Kernels compile or load here, and torch's own GEMM, where a branch runs that, sets itself
-    up on the streams' device. Nothing is timed: what a branch runs is what the tables say. ``max_tokens``: instead of
-    the table's limit. CompileError where a kernel does not compile; NotCompiledError in a capture.
+    as the function takes them. Kernels compile or load here, and torch's own GEMM, where a branch runs that, sets
+    itself up. Nothing is timed: what a branch runs is what the tables say. ``max_tokens``: instead of the table's
+    limit. CompileError where a kernel does not compile; NotCompiledError in a capture.
     """
     if max_tokens is not None:
         _check_forced(max_tokens)

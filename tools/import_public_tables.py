@@ -51,7 +51,8 @@ SPLIT_K_FEWEST = 4
 #: The two-stream KDA projection of the same file: what its branches run, and up to which M. It says so for one part.
 KDA_KEY = f"{SOURCE_KEY}_kda"
 KDA_ENTRY = SOURCE_ENTRY | {
-    "note": '"what the branches of its two-stream KDA projection run by M, tuned on B300; no times; not measured by this project"'
+    "note": '"what the branches of its two-stream KDA projection run by M, tuned on B300; no times;'
+    ' not measured by this project"'
 }
 KDA_ARCHES = ("sm90", "sm100", "sm103")
 #: On SM90 the other branches have rows that were measured on it.
@@ -157,8 +158,9 @@ def kda_lines(arch: str, public: dict[str, Any], device: str) -> list[str]:
 
     few, many, most = public["skinny_n_split"], public["skinny_k_split"], public["max_tokens"]
     qkvg = {int(m): cell("skinny", **config) for m, config in public["qkvg_skinny"].items()}
-    fa_beta = {int(m): cell("kda", rows_per_warp=rows, row_warps=1, k_warps=14, vector_width=8) for m, rows in few.items()}
-    f_b = {int(m): cell("kda", rows_per_warp=1, row_warps=rows, k_warps=1, vector_width=4) for m, rows in many.items()}
+    n_config, k_config = dict(k_warps=14, vector_width=8), dict(k_warps=1, vector_width=4)
+    fa_beta = {int(m): cell("kda", rows_per_warp=rows, row_warps=1, **n_config) for m, rows in few.items()}
+    f_b = {int(m): cell("kda", rows_per_warp=1, row_warps=rows, **k_config) for m, rows in many.items()}
     branches = {
         "qkvg": {m: cell("flashinfer") for m in range(1, most + 1)} | qkvg,
         "fa_beta": {1: cell("skinny", **public["fab_skinny_m1"])} | fa_beta,
@@ -178,8 +180,10 @@ def split_k_tactics(arch: str, published: dict[str, Any]) -> dict[tuple[int, int
     return {(row["n"], row["k"]): row for group in groups for row in group.values()}
 
 
-def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str], split_k: dict[str, Any], kda: dict[str, Any]) -> str:
-    """The TOML text of one table. ``split_k``: the public tactics of split-K; ``kda``: the two-stream KDA projection."""
+def render(
+    arch: str, public: dict[str, Any], names: dict[tuple[int, int], str], split_k: dict[str, Any], kda: dict[str, Any]
+) -> str:
+    """The TOML text of one table. ``split_k``: public tactics of split-K; ``kda``: the two-stream KDA projection."""
     name, sm_count, memory, bandwidth, evidence = DEVICES[arch]
     if public["device"] != name:
         raise SystemExit(f"{SOURCE.name}: {arch}: device is {public['device']!r}, need {name!r}")

@@ -55,7 +55,8 @@ def write(record: Mapping[str, Any], folder: Path = TABLES) -> str:
         raise ValueError("the record is of no GPU of a served generation")
     device = load_table(FAMILY, arch).device
     if gpu["sm_count"] != device.sm_count:
-        raise ValueError(f"the record is of {gpu['name']} with {gpu['sm_count']} SMs, the table of {device.name} with {device.sm_count}")
+        table = f"{device.name} with {device.sm_count}"
+        raise ValueError(f"the record is of {gpu['name']} with {gpu['sm_count']} SMs, the table of {table}")
     path = folder / f"{FAMILY}_{arch}.toml"
     text = TableText.parse(path.read_text(encoding="utf-8"))
     text.overlap = with_limit(text.overlap or "[kda_overlap]\n", limit_line(record))

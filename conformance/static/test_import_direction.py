@@ -25,7 +25,9 @@ ALLOWED = {
     "execute": {"arch", "dispatch", "kernels", "operands", "ready", "settings", "tables"},
     "tensor_map": {"operands"},
     "captures": set(),
-    "projection": {"arch", "captures", "dispatch", "execute", "kernels", "operands", "settings", "tables", "tensor_map"},
+    "projection": {
+        "arch", "captures", "dispatch", "execute", "kernels", "operands", "settings", "tables", "tensor_map",
+    },  # fmt: skip
     "prepared_projection": {"arch", "captures", "execute", "kernels", "projection", "tensor_map"},
     "kda_branches": {"arch", "dispatch", "kernels", "models", "settings", "tables"},
     "kda_overlap": {"arch", "dispatch", "execute", "kda_branches", "operands", "settings", "tables", "torch_op"},

@@ -311,7 +311,7 @@ def test_the_current_stream_is_no_aux_stream(ordering, weights):
 
 
 def test_tensors_of_two_devices_and_gradients(gpu, ordering, weights):
-    with pytest.raises(ValueError, match="f_b_weight on one CUDA device with hidden_states .cuda:0., found cuda:1"):
+    with pytest.raises(ValueError, match="f_b_weight on the CUDA device of hidden_states .cuda:0., found cuda:1"):
         overlap(tokens(1), (weights[0], gpu.place(weights[1].clone(), "cuda:1")))
     with torch.enable_grad(), pytest.raises(ValueError, match="f_b_weight needs a gradient"):
         overlap(tokens(1), (weights[0], torch.nn.Parameter(weights[1])))

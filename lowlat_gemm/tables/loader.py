@@ -123,7 +123,7 @@ def _load(path: Path, children: tuple[str, ...]) -> Table:
         where,
         data,
         {"format": _FORMAT, "family": _FAMILY, "arch": one_of(_ARCH_NAMES), "device": TABLE},
-        {"inherits": one_of(_ARCH_NAMES), "defaults": TABLE, "sources": TABLE, "kda_overlap": TABLE, "projection": LIST},
+        {"inherits": one_of(_ARCH_NAMES), **dict.fromkeys(("defaults", "sources", "kda_overlap"), TABLE), "projection": LIST},
     )
     device = read(where.at("device"), data["device"], _DEVICE)
     evidence = device.pop("evidence")

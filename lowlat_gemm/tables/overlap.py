@@ -2,7 +2,7 @@
 
     [kda_overlap]
     limit = {max_tokens = 14, source = "..."}    # none: not measured, and the overlap is refused unless it is forced
-    qkvg = [{m = 1, backend = "skinny", ...}]    # cells as those of rows; also fa_beta and f_b, where "kda" is a backend
+    qkvg = [{m = 1, backend = "skinny", ...}]    # cells as those of rows, and of the kernel "kda"; also fa_beta and f_b
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def _branch(where: Where, items: list, rows) -> Mapping[int, Cell]:
 
 
 def _limit(where: Where, item: dict[str, Any], rows) -> OverlapLimit:
-    kind = where.check("provenance", item.get("provenance", rows.defaults.get("provenance")), one_of(("measured", "public")))
+    kind = item.get("provenance", rows.defaults.get("provenance"))
+    where.check("provenance", kind, one_of(("measured", "public")))
     required, optional = {"max_tokens": _MAX_TOKENS}, {"provenance": TEXT, "source": TEXT}
     if kind == "public":
         read(where, item, required, optional)

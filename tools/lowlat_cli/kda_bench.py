@@ -1,10 +1,14 @@
 """``lowlat bench --kda``: KDA's input projections at TP 8 on two streams against one stream, interleaved, by M.
 
 The method is that of ``measure.py``: one graph a way, with as many layers as there are copies of the weights (cold), in
-a chain of layers back to back or with a norm between, which reads QKVG and writes the next x; replays take turns. The
-ways: ``overlap``, as the library runs it; ``in turn``, the same kernels on one stream; ``sequential``, what runs without
-the overlap, the packed projection and then F_B as dispatch has them; ``cublas``, those two by torch. Each way's results
-are judged against FP64 before it is timed; a wrong one of ours ends the run.
+a chain of layers back to back or with a norm between, which reads QKVG and writes the next x; replays take turns.
+
+    overlap      as the library runs it
+    in turn      the same kernels on one stream
+    sequential   what runs without the overlap: the packed projection, then F_B, as dispatch has them
+    cublas       those two by torch
+
+Each way's results are judged against FP64 before it is timed; a wrong one of ours ends the run.
 """
 
 from __future__ import annotations
@@ -61,7 +65,7 @@ class KdaCell:
 
 
 def limit_of(cells: Sequence[KdaCell]) -> int:
-    """The largest M such that the overlap was faster than the sequential path at every M from 1 to it, in every chain."""
+    """The largest M such that the overlap beat the sequential path at every M from 1 to it, in every chain."""
     limit = 0
     while found := [cell for cell in cells if cell.m == limit + 1]:
         if any(cell.ratio >= 1 for cell in found):
@@ -81,7 +85,8 @@ class Layers:
         def random(*extents: int) -> torch.Tensor:
             return torch.empty(extents, dtype=torch.bfloat16, device=self.device).normal_(generator=generator)
 
-        self.packed, self.f_b = random(copies, GEOMETRY.packed, GEOMETRY.hidden), random(copies, GEOMETRY.f_b, GEOMETRY.f_a)
+        self.packed = random(copies, GEOMETRY.packed, GEOMETRY.hidden)
+        self.f_b = random(copies, GEOMETRY.f_b, GEOMETRY.f_a)
         self.x, self.h = (random(max_tokens, GEOMETRY.hidden) for _ in range(2))
         self.aux, self.events = torch.cuda.Stream(self.device), (torch.cuda.Event(), torch.cuda.Event())
 
@@ -93,7 +98,8 @@ class Layers:
             return x @ weight.T if unit is None else launch(kernels_of([unit])[0], x, weight)
 
         def overlap(x, packed, f_b):
-            qkvg, g1, beta = run_kda_projection_overlap(x, packed, f_b, self.aux, self.events, max_tokens=MAX_OVERLAP_TOKENS)
+            streams = {"aux_stream": self.aux, "events": self.events}
+            qkvg, g1, beta = run_kda_projection_overlap(x, packed, f_b, **streams, max_tokens=MAX_OVERLAP_TOKENS)
             rows = (x.shape[0], GEOMETRY.f_a + GEOMETRY.beta)
             return qkvg, g1, beta.as_strided(rows, beta.stride(), beta.storage_offset() - GEOMETRY.f_a)
 
@@ -171,7 +177,7 @@ def run_kda(
     replays: int = REPLAYS,
     progress: Callable[[Shape, int], None] = lambda shape, done: None,
 ) -> list[KdaCell]:
-    """Every M of ``tokens`` in every chain; ``progress`` is told how many M are behind. ValueError for an M above 16."""
+    """Every M of ``tokens`` in every chain; ``progress`` is told how many are behind. ValueError for an M above 16."""
     if max(tokens) > MAX_OVERLAP_TOKENS:
         raise ValueError(f"--kda: up to {MAX_OVERLAP_TOKENS} tokens, found {max(tokens)}")
     cells = []
@@ -187,8 +193,8 @@ def run_kda(
 
 
 def limit_times(cells: Sequence[Mapping], limit: int) -> tuple[float, float]:
-    """(overlap us, sequential us) that a limit of a record's ``cells`` rests on: at that M, at M = 1 for 0, in the chain
-    where the overlap does worst."""
+    """(overlap us, sequential us) that a limit of a record's ``cells`` rests on: at that M (at M = 1 for 0), in the
+    chain where the overlap does worst."""
     found = [cell for cell in cells if cell["m"] == max(limit, 1)]
     if not found:
         raise ValueError(f"the record has no cell of M = {max(limit, 1)}")

@@ -105,7 +105,8 @@ def host(console: Console, cells: Sequence, medians: Mapping[str, float], gpu: G
 
 def kda(console: Console, cells: Sequence, limit: int, gpu: Gpu) -> None:
     """Microseconds a layer by way, a line an M and chain; then up to which M the overlap won."""
-    grid = Grid("M", "chain", *cells[0].timings, "overlap x sequential", title="KDA projections, us a layer", box=box.SIMPLE)
+    columns = "M", "chain", *cells[0].timings, "overlap x sequential"
+    grid = Grid(*columns, title="KDA projections, us a layer", box=box.SIMPLE)
     for cell in cells:
         times = (f"{timing.us:.2f} ({timing.p10:.2f}-{timing.p90:.2f})" for timing in cell.timings.values())
         style = "green" if cell.ratio < 1 else "red"
