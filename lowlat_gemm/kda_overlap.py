@@ -17,10 +17,11 @@ import functools
 
 import torch
 
+from . import execute
 from . import settings as settings_module
 from .arch import arch_of_device, device_properties
 from .dispatch import disabled_refusal
-from .execute import kernels_of, launch
+from .execute import NotCompiledError, kernels_of, launch
 from .kda_branches import GEOMETRY, Branches, branches, overlap_table, overlap_units
 from .operands import Reason, Refusal, check_operands, check_weight
 from .settings import Settings
@@ -76,7 +77,7 @@ def run_kda_projection_overlap(hidden_states, packed_weight, f_b_weight, aux_str
 
     ValueError, naming what was found: other shapes, dtypes, strides or devices; an M above the limit, or no limit; a
     tensor that needs a gradient; a stream that is the current one or of another device; other than two events.
-    NotCompiledError in a capture that would have to compile.
+    NotCompiledError in a capture that would have to compile, and in strict mode outside of one.
     """
     x, packed, f_b = map(storage_of, (hidden_states, packed_weight, f_b_weight))
     _check(x, packed, f_b)
@@ -111,8 +112,13 @@ def _product(kernel, x, weight, y) -> None:
 
 
 def _kernels(chosen: Branches) -> list:
-    """The compiled kernel of each branch, or None for torch's own GEMM."""
-    by_unit = dict(zip(chosen.units(), kernels_of(chosen.units())))
+    """The compiled kernel of each branch, or None for torch's own GEMM. NotCompiledError if one is late and strict."""
+    units = chosen.units()
+    late = [unit for unit in units if execute.COMPILE_CACHE.peek(unit) is None]
+    execute.COMPILE_CACHE.late += len(late)
+    if late and settings_module.current().strict:
+        raise NotCompiledError(f"{late[0].kernel} of the KDA overlap was not compiled before: autotune_kda_qkvg does")
+    by_unit = dict(zip(units, kernels_of(units)))
     return [by_unit.get(unit) for unit in (chosen.qkvg, chosen.fa_beta, chosen.f_b)]
 
 

@@ -346,6 +346,19 @@ def test_nothing_compiles_in_a_capture_after_autotune(gpu, ordering, weights, mo
     assert gpu.cache.compiles == made
 
 
+def test_a_late_kernel_is_counted_and_in_strict_mode_refused(gpu, ordering, weights):
+    settings.restore(Settings(strict=True))
+    with pytest.raises(NotCompiledError, match="of the KDA overlap was not compiled before: autotune_kda_qkvg does"):
+        overlap(tokens(2), weights)
+    assert gpu.cache.late == 3 and gpu.cache.compiles == 0 and not ordering.operations
+    settings.restore(Settings())
+    overlap(tokens(2), weights)
+    assert gpu.cache.late == 6 and gpu.cache.compiles == 3
+    settings.restore(Settings(strict=True))
+    overlap(tokens(2), weights)
+    assert gpu.cache.late == 6
+
+
 def test_autotune_sets_up_torchs_gemm_where_a_branch_runs_it(gpu, ordering, weights):
     settings.restore(Settings(deny=parse_deny("6144x7168@2,1536x128@1")))
     autotune_kda_qkvg(Layer(*weights), max_tokens=2)
