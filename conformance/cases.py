@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lowlat_gemm.arch import ARCHES, Arch
 from lowlat_gemm.dispatch import Plan, PlanEntry, plan_for
+from lowlat_gemm.kda_branches import overlap_units
 from lowlat_gemm.kernels import fused_a, kda, skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
@@ -182,11 +183,12 @@ KDA_OUTPUTS = {1: (1, 8), 2: (1, 8), 4: (3, 16), 8: (3, 24), 12: (2, 12), 16: (1
 
 
 def kda_units(arch: Arch) -> list[CompileUnit]:
-    """The KDA pair, skinny-N and skinny-K, over M, and in FP16."""
-    units = []
+    """The KDA pair, skinny-N and skinny-K: what the overlap launches, the public figures over M, and FP16."""
+    units = [unit for unit in overlap_units(arch) if unit.kernel == kda.NAME]
     for m, (few, many) in KDA_OUTPUTS.items():
         units.append(kda.compile_unit(arch, 144, 7168, m, kda.skinny_n_config(few)))
         units.append(kda.compile_unit(arch, 1536, 128, m, kda.skinny_k_config(many)))
+    units = list(dict.fromkeys(units))
     return [*units, kda.compile_unit(arch, 1536, 128, 16, kda.skinny_k_config(8), dtype="float16")]
 
 
@@ -219,7 +221,7 @@ def written_units(arch: Arch) -> list[CompileUnit]:
     named = list(filter(None, map(written_unit, table_cases(arch))))
     # Of the test's configs every other one with residual, the rest without: ten minutes of compiling say no more.
     standing = [unit for i, unit in enumerate(split_k_units(arch)) if unit.spec.output_dtype != "bfloat16" or i % 4 in (0, 3)]
-    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing, *kda_units(arch), *projection_units(arch)]))
+    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing, *kda_units(arch), *overlap_units(arch), *projection_units(arch)]))
 
 
 def unit_cases(arch: Arch) -> list[Case]:

@@ -17,7 +17,7 @@ import torch
 
 import lowlat_gemm
 from lowlat_gemm import arch as arch_module
-from lowlat_gemm import dispatch, settings
+from lowlat_gemm import dispatch, kda_branches, settings
 from lowlat_gemm.arch import ARCHES, Arch, DeviceProperties
 from lowlat_gemm.kernels import registry
 from lowlat_gemm.kernels.compile_cache import CompileCache, Made
@@ -27,6 +27,7 @@ from lowlat_gemm.tables.schema import frozen
 
 # Not `from lowlat_gemm import execute`: it needs torch, and the package resolves names lazily.
 execute = importlib.import_module("lowlat_gemm.execute")
+kda_overlap = importlib.import_module("lowlat_gemm.kda_overlap")
 projection = importlib.import_module("lowlat_gemm.projection")
 prepared_projection = importlib.import_module("lowlat_gemm.prepared_projection")
 tensor_map = importlib.import_module("lowlat_gemm.tensor_map")
@@ -38,7 +39,7 @@ TOOLS = Path(importlib.util.find_spec("lowlat_cli").origin).parent.parent
 def clear_caches() -> None:
     """Forgets plans, warnings and log lines: they are kept for a process, and a test changes what they were made from."""
     execute.READY.cache_clear()
-    for module in (dispatch, execute):
+    for module in (dispatch, execute, kda_branches, kda_overlap):
         for value in vars(module).values():
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
                 value.cache_clear()
@@ -175,7 +176,7 @@ def cuda(device: DeviceProperties | list[DeviceProperties]):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: fake.current, raising=False)
-        for module in (arch_module, execute, prepared_projection, projection):
+        for module in (arch_module, execute, kda_overlap, prepared_projection, projection):
             patch.setattr(module, "device_properties", lambda ordinal: fake.devices[ordinal])
         patch.setattr(tensor_map, "_encode", fake.encode)
         patch.setattr(execute, "COMPILE_CACHE", fake.cache)

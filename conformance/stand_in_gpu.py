@@ -111,6 +111,15 @@ class _Generator(torch.Generator):
 
 class _Stream:
     cuda_stream = 0
+    device = torch.device("cuda", 0)
+
+    def __getattr__(self, name):
+        return lambda *arguments: None
+
+
+class _Event:
+    def __init__(self, **options):
+        pass
 
     def __getattr__(self, name):
         return lambda *arguments: None
@@ -155,14 +164,16 @@ def pytest_configure(config: pytest.Config) -> None:
         finally:
             fake.capturing = False
 
+    main = _Stream()
     nothing = {name: (lambda *arguments, **options: None) for name in ("synchronize", "_sleep", "empty_cache")}
     for name, value in {
         **nothing,
         "CUDAGraph": _Graph,
         "graph": capture,
         "Stream": _Stream,
+        "Event": _Event,
         "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": lambda *device: _Stream(),
+        "current_stream": lambda *device: main,
         "memory_allocated": lambda: 0,
         "device_count": lambda: 1,
     }.items():

@@ -48,3 +48,9 @@ CONFIG_KEYS: dict[str, ConfigKeys] = {
         )
     ),
 }
+
+#: Kernels that a branch of the KDA projection overlap can name: every backend, and one that no row of a table has.
+BRANCH_CONFIG_KEYS: dict[str, ConfigKeys] = {
+    **CONFIG_KEYS,
+    "kda": ConfigKeys(("rows_per_warp", "row_warps", "k_warps", "vector_width")),
+}

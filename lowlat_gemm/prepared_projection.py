@@ -8,6 +8,7 @@ import torch
 
 from . import execute
 from .arch import Arch, device_properties, resolve_arch
+from .captures import WeightPlace
 from .kernels import split_k
 from .kernels.split_k import SplitKConfig
 from .projection import OwnedWeight, dtype_name, token_count
@@ -76,8 +77,8 @@ class PreparedProjection(OwnedWeight):
     Tokens are rows of a padded batch: padding rows are input like any other, and masking what comes of them is the
     caller's. A token's bits depend on the split of the policy and on nothing else. The weight may be written in place,
     or get other storage of the same shape, dtype and device: every launch reads it where it is; a graph that was
-    captured before still reads the old storage. The switches of dispatch (LOWLAT_GEMM_DISABLE and the others) do not
-    apply: there is nothing to fall back to.
+    captured before still reads the old storage, and ``stale()`` says so. The switches of dispatch (LOWLAT_GEMM_DISABLE
+    and the others) do not apply: there is nothing to fall back to.
 
     On SM90 this is the wgmma kernel. From SM100 on it is the tcgen05 kernel, which no hardware has run yet: dispatch
     leaves it out, and making this object asks for it all the same.
@@ -130,13 +131,13 @@ class PreparedProjection(OwnedWeight):
     def weight_map(self, rows: int):
         """The device's tensor map of the weight with boxes of ``rows`` rows (see ``tensor_map.weight_map``).
 
-        The same tensor as long as the weight keeps its storage and strides; another is uploaded on the current stream.
+        The same tensor as long as the weight keeps its storage and strides; another is uploaded on the current stream,
+        which must not be captured then (RuntimeError).
         """
         weight = self.weight_now()
-        where = (weight.data_ptr(), weight.stride())
         kept = self._maps.get(rows)
-        if kept is None or kept[0] != where:
-            kept = self._maps[rows] = (where, weight_map(weight, rows))
+        if kept is None or not kept[0].is_of(weight):
+            kept = self._maps[rows] = (WeightPlace(weight), weight_map(weight, rows))
         return kept[1]
 
     def run(self, x, out, residual=None):

@@ -13,6 +13,7 @@ import torch
 from . import execute
 from . import settings as settings_module
 from .arch import Arch, arch_of_device, device_properties
+from .captures import Captures
 from .dispatch import disabled_refusal, plan_for
 from .kernels import skinny, split_k
 from .kernels.compile_cache import CompileUnit
@@ -52,6 +53,7 @@ class OwnedWeight:
         self.n, self.k = weight.shape
         self.arch = _arch_of(weight)
         self._made_for = (weight.shape, weight.dtype, weight.device)
+        self._captures = Captures()
 
     def weight_now(self):
         """The weight as kernels take it, where it is now. ValueError if it has become another one."""
@@ -65,12 +67,25 @@ class OwnedWeight:
         # A single row may have any stride, a tensor map only whole 16-byte words.
         return matrix_view(weight) if self.n == 1 else weight
 
+    def stale(self) -> bool:
+        """Whether a CUDA graph captured with this object reads the weight where it no longer is.
+
+        Such a graph computes with the old storage, freed or not, and has to be captured again, after
+        ``forget_captures()``. A weight that was written in place is not stale, nor are launches outside of graphs.
+        """
+        return self._captures.stale(self.weight)
+
+    def forget_captures(self) -> None:
+        """Says that the graphs captured so far are gone; those captured from now on count."""
+        self._captures.forget()
+
     def checked(self, x):
         """The weight as kernels take it. ValueError unless x [M, K] is an input for it."""
         weight = self.weight_now()
         refusal = check_operands(x, weight, pitched_weight=True)
         if refusal is not None:
             raise ValueError(f"projection {self.n}x{self.k}: {refusal}")
+        self._captures.note(self.weight)
         return weight
 
 

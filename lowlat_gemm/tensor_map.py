@@ -67,7 +67,8 @@ def weight_map(weight, rows: int):
     weight: [N, K], BF16 or FP16, a pitch of whole 16-byte words. The box is {64 of K, ``rows`` of N}, with the 128-byte
     swizzle, 256-byte L2 promotion and zeros outside. It is uploaded on the current stream of the weight's device, and
     is that of the weight's storage of now. A kernel acquires it (fence.proxy.tensormap) before use. ValueError for
-    another weight, or rows other than 1 to 256; RuntimeError with what the driver said where it refuses the map.
+    another weight, or rows other than 1 to 256; RuntimeError in a CUDA graph capture, for the map comes from the host,
+    and with what the driver said where it refuses the map.
     """
     check_projection_weight(weight)
     if type(rows) is not int or not 1 <= rows <= MAX_BOX_ROWS:
@@ -76,6 +77,11 @@ def weight_map(weight, rows: int):
     pitch = view.stride(0) * view.element_size()
     encoded = _encode(_DATA_TYPES[weight.dtype], view.data_ptr(), tuple(view.shape), pitch, rows)
     with torch.cuda.device(weight.device.index):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a tensor map of {tuple(weight.shape)} would be uploaded during graph capture: prepare it before, and "
+                "again where the weight moved"
+            )
         uploaded = torch.empty(MAP_BYTES, dtype=torch.uint8, device=weight.device)
         uploaded.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
     return uploaded

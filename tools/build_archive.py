@@ -16,6 +16,7 @@ from pathlib import Path
 from lowlat_gemm import settings
 from lowlat_gemm.arch import ARCHES, Arch, parse_arch
 from lowlat_gemm.dispatch import plan_for
+from lowlat_gemm.kda_branches import overlap_units
 from lowlat_gemm.kernels.archive import write_archive
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.compiling import compile_options, fill_store
@@ -25,13 +26,14 @@ from lowlat_gemm.tables import available_tables, load_table
 
 
 def units_of(arch: Arch) -> list[CompileUnit]:
-    """What the cells of every table of a generation run, each once, without what other packages bring."""
+    """What the cells of every table of a generation run, and the branches of the KDA overlap, each once, without what other
+    packages bring."""
     units = []
     for family, name in available_tables():
         if name == arch.name:
             for n, k in load_table(family, name).projections:
                 units += plan_for(arch, n, k, (family,)).units()
-    return [unit for unit in dict.fromkeys(units) if not is_foreign(unit)]
+    return [unit for unit in dict.fromkeys([*units, *overlap_units(arch)]) if not is_foreign(unit)]
 
 
 def build(arch: Arch, out: Path) -> int:

@@ -5,7 +5,7 @@
 
 The tables that are checked in are exactly what this prints: rows without a measured cell are the public ones, in the
 order of the source. A row that has one belongs to ``lowlat tune``, as does its source; both are kept word for word,
-and shapes that it names as lost stay away.
+and shapes that it names as lost stay away. So is a ``[kda_overlap]`` whose limit was measured.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lowlat_gemm.arch import parse_arch
 from lowlat_gemm.kernels import flashinfer
 from lowlat_gemm.models import projection_shapes
 
+from .lowlat_cli import table_text
 from .lowlat_cli.table_text import TableText
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +63,16 @@ FLASHINFER_ENTRY = {
     "note": '"medians over a row\'s tokens against fused-A and cuBLAS, as in vllm-project/vllm pull 54524; no device in what was'
     " read, its token ranges are those of vLLM's fused-A table for SM103; not measured by this project\"",
 }
+
+#: The two-stream KDA projection of the same file: what its branches run, and up to which M. It says so for one part.
+KDA_KEY = f"{SOURCE_KEY}_kda"
+KDA_ENTRY = SOURCE_ENTRY | {
+    "note": '"what the branches of its two-stream KDA projection run by M, tuned on B300; no times;'
+    ' not measured by this project"'
+}
+KDA_ARCHES = ("sm90", "sm100", "sm103")
+#: On SM90 the other branches have rows that were measured on it.
+KDA_BRANCHES = {"sm90": ("fa_beta",)}
 
 #: Device classes: (SM count, memory, GB/s, where that is from). The SM count is the one that CUDA reports, for
 #: that is what a device is compared with; whole chips have more.
@@ -186,14 +197,40 @@ def flashinfer_rows(arch: str) -> dict[tuple[int, int], dict[str, Any]]:
     return {(row["n"], row["k"]): row | {key: published[key] for key in ("kernel", "tactic")} for row in rows}
 
 
+def kda_lines(arch: str, public: dict[str, Any], device: str) -> list[str]:
+    """The ``[kda_overlap]`` of a table; its limit is for the device that the public data names, and no other."""
+
+    def cell(backend: str, **config: int | str) -> dict[str, Any]:
+        return {"backend": backend, **config, "source": KDA_KEY}
+
+    few, many, most = public["skinny_n_split"], public["skinny_k_split"], public["max_tokens"]
+    qkvg = {int(m): cell("skinny", **config) for m, config in public["qkvg_skinny"].items()}
+    n_config, k_config = dict(k_warps=14, vector_width=8), dict(k_warps=1, vector_width=4)
+    fa_beta = {int(m): cell("kda", rows_per_warp=rows, row_warps=1, **n_config) for m, rows in few.items()}
+    f_b = {int(m): cell("kda", rows_per_warp=1, row_warps=rows, **k_config) for m, rows in many.items()}
+    branches = {
+        "qkvg": {m: cell("flashinfer", kernel="cute-dsl", tactic="autotuned") for m in range(1, most + 1)} | qkvg,
+        "fa_beta": {1: cell("skinny", **public["fab_skinny_m1"])} | fa_beta,
+        "f_b": f_b,
+    }
+    lines = ["", "[kda_overlap]"]
+    if public["device"] == device:
+        lines += [f'limit = {{max_tokens = {public["max_tokens"]}, source = "{KDA_KEY}"}}']
+    for name in KDA_BRANCHES.get(arch, branches):
+        lines += [f"{name} = [", *table_text.cell_lines(branches[name]), "]"]
+    return lines
+
+
 def split_k_tactics(arch: str, published: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
     """(n, k) -> what the public data has of split-K for a generation."""
     groups = [published[key] for key in ("tp8", "tp16")] if arch in SPLIT_K_ARCHES else []
     return {(row["n"], row["k"]): row for group in groups for row in group.values()}
 
 
-def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str], split_k: dict[str, Any]) -> str:
-    """The TOML text of one table. ``split_k``: the public tactics of split-K."""
+def render(
+    arch: str, public: dict[str, Any], names: dict[tuple[int, int], str], split_k: dict[str, Any], kda: dict[str, Any]
+) -> str:
+    """The TOML text of one table. ``split_k``: public tactics of split-K; ``kda``: the two-stream KDA projection."""
     name, sm_count, memory, bandwidth, evidence = DEVICES[arch]
     if public["device"] != name:
         raise SystemExit(f"{SOURCE.name}: {arch}: device is {public['device']!r}, need {name!r}")
@@ -216,6 +253,9 @@ def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str],
         brought = flashinfer_rows(arch)
         if brought:
             lines += ["", f"[sources.{FLASHINFER_KEY}]", *(f"{key} = {value}" for key, value in FLASHINFER_ENTRY.items())]
+        if arch in KDA_ARCHES:
+            lines += ["", f"[sources.{KDA_KEY}]", *(f"{key} = {value}" for key, value in KDA_ENTRY.items())]
+            lines += kda_lines(arch, kda, name)
         nothing = {"fused_a_tokens": [], "skinny": {}, "skinny_residual": {}}
         known = {(row["n"], row["k"]) for row in public["table"]}
         rows = public["table"] + [nothing | row for key, row in tactics.items() if key not in known]
@@ -229,8 +269,8 @@ def render(arch: str, public: dict[str, Any], names: dict[tuple[int, int], str],
 def public_texts() -> dict[str, str]:
     """File name -> text of every table, of the public figures alone."""
     public = json.loads(SOURCE.read_text(encoding="utf-8"))
-    names, split_k = labels(), public["split_k_sm100"]
-    return {f"{FAMILY}_{arch}.toml": render(arch, public[arch], names, split_k) for arch in DEVICES}
+    names, split_k, kda = labels(), public["split_k_sm100"], public["kda_overlap"]
+    return {f"{FAMILY}_{arch}.toml": render(arch, public[arch], names, split_k, kda) for arch in DEVICES}
 
 
 def outputs() -> dict[str, str]:
@@ -249,6 +289,8 @@ def with_measured(public: str, present: str) -> str:
     sources = {key: text for key, text in there.sources.items() if 'kind = "measured"' in text}
     made.rows = {key: rows.get(key, text) for key, text in made.rows.items() if key not in there.lost} | rows
     made.lost = there.lost
+    if 'provenance = "measured"' in there.overlap:
+        made.overlap = there.overlap
     made.sources |= sources
     return made.render()
 

@@ -12,6 +12,7 @@ from conformance.cases import Case
 from conformance.standing import lm_head_cases, standing_cases
 from lowlat_gemm.arch import Arch
 from lowlat_gemm.execute import compile_ahead, compiled_for, launch, operand_refusal, try_low_latency_gemm
+from lowlat_gemm.kda_branches import overlap_units
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +22,8 @@ def everything_compiled(arch: Arch) -> None:
         return
     defaults = cases.default_units(arch, cases.DEFAULT_SHAPES, range(17))
     standing = [case.entry.unit for case in standing_cases(arch) + lm_head_cases(arch)]
-    problems = compile_ahead([*cases.compile_units(arch), *defaults, *standing, *cases.split_k_units(arch)])
+    overlap = overlap_units(arch)
+    problems = compile_ahead([*cases.compile_units(arch), *defaults, *standing, *overlap, *cases.split_k_units(arch)])
     assert not problems, problems
 
 

@@ -24,11 +24,16 @@ ALLOWED = {
     "ready": {"dispatch", "operands", "settings"},
     "execute": {"arch", "dispatch", "kernels", "operands", "ready", "settings", "tables"},
     "tensor_map": {"operands"},
-    "projection": {"arch", "dispatch", "execute", "kernels", "operands", "settings", "tables", "tensor_map"},
-    "prepared_projection": {"arch", "execute", "kernels", "projection", "tensor_map"},
+    "captures": set(),
+    "projection": {
+        "arch", "captures", "dispatch", "execute", "kernels", "operands", "settings", "tables", "tensor_map",
+    },  # fmt: skip
+    "prepared_projection": {"arch", "captures", "execute", "kernels", "projection", "tensor_map"},
+    "kda_branches": {"arch", "dispatch", "kernels", "models", "settings", "tables"},
+    "kda_overlap": {"arch", "dispatch", "execute", "kda_branches", "operands", "settings", "tables", "torch_op"},
     "torch_op": {"execute", "operands", "ready", "settings"},
     "warmup": {"dispatch", "execute", "operands"},
-    "adapters": {"dispatch", "execute", "operands", "ready", "settings", "torch_op", "warmup"},
+    "adapters": {"captures", "dispatch", "execute", "operands", "ready", "settings", "torch_op", "warmup"},
     "__init__": set(),  # by name only, when one is asked for
 }
 

@@ -15,6 +15,7 @@ LIGHT = [
     "lowlat_gemm.adapters",
     "lowlat_gemm.backends",
     "lowlat_gemm.dispatch",
+    "lowlat_gemm.kda_branches",
     "lowlat_gemm.kernels.compile_cache",
     "lowlat_gemm.kernels.registry",
     "lowlat_gemm.kernels.skinny",
@@ -79,6 +80,7 @@ def test_the_public_surface_of_the_specification_is_there():
     wanted = {"select_kimi_k3_backend", "try_low_latency_gemm", "enable_low_latency_gemm", "explain", "Arch", "Reason"}
     wanted |= {"Projection", "PreparedProjection", "compile_projection", "matrix_view", "weight_map"}
     wanted |= {"request_low_latency_warmup", "enable_kimi_k3_low_latency_gemm"}
+    wanted |= {"run_kda_projection_overlap", "autotune_kda_qkvg"}
     assert wanted <= set(lowlat_gemm.__all__)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..captures import note_capture
 from ..dispatch import Plan, missing_packages_refusal
 from ..execute import compile_ahead, device_plan, log_refusal, run_or_refuse
 from ..operands import Reason, Refusal, check_weight
@@ -43,6 +44,7 @@ class PlannedMethod:
         weight = storage_of(layer.weight)
         y = linear_or_refuse(x, weight, names_of(self.lowlat_tables))
         if type(y) is not Refusal:
+            note_capture(layer, layer.weight)
             return y
         log_refusal(x, weight, y)
         return super().apply(layer, x, bias)
@@ -58,6 +60,8 @@ class PlannedMethod:
         y = run_or_refuse(x, weight, residual, names_of(self.lowlat_tables))
         if type(y) is Refusal:
             log_refusal(x, weight, y)
+        else:
+            note_capture(layer, layer.weight)
         return y
 
     def apply_with_residual(self, layer: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

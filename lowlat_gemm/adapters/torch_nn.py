@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..captures import is_stale, note_capture
 from ..dispatch import Plan, family_names, missing_packages_refusal
 from ..execute import compile_ahead, context_refusal, device_plan, log_refusal, tensor_refusal
 from ..operands import Reason, Refusal, check_weight
@@ -38,13 +39,19 @@ class PlannedLinear(torch.nn.Linear):
         if weight is not None and parameters.get("bias", weight) is None and "weight" not in self.__dict__:
             y = run_ready(input, weight, self.lowlat_tables, flatten=True)
             if y is not None:
+                note_capture(self, weight)
                 return y
         y = self.run_or_refuse(input)
         if type(y) is not Refusal:
+            note_capture(self, self.weight)
             return y
         if y.reason is not Reason.TRACING:  # a compiler would trace the logging too
             log_refusal(input, self.weight, y)
         return super().forward(input)
+
+    def stale(self) -> bool:
+        """Whether a CUDA graph captured through this module reads a weight that it no longer has (``captures.py``)."""
+        return is_stale(self)
 
     def __prepare_scriptable__(self) -> torch.nn.Linear:
         # torch.jit.script takes this in our place: its language has no plans.

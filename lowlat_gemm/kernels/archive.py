@@ -58,6 +58,10 @@ class Archive:
             return None
         return cls(path, notes)
 
+    def __len__(self) -> int:
+        """How many kernels it has."""
+        return len(self._notes)
+
     def read(self, key: str) -> tuple[bytes, str] | None:
         """The object of ``key`` and what it is; None where there is none that is whole."""
         note = self._notes.get(key)

@@ -13,10 +13,12 @@ numbers is exact in FP32, so both give the same bits. Sums are added over the la
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..arch import SM90, Arch
 from .compile_cache import CompileUnit
+from .config import config_from
 
 NAME = "kda"
 MAX_TOKENS = 16
@@ -57,6 +59,11 @@ class KdaSpec:
     mixed_fma: bool
     input_dtype: str = "bfloat16"
     residual: bool = False
+
+
+def parse_config(values: Mapping[str, int]) -> KdaConfig:
+    """A config from a table's mapping. Raises ValueError naming missing, unknown or non-positive entries."""
+    return config_from(KdaConfig, NAME, values, optional={})
 
 
 def skinny_n_config(outputs: int) -> KdaConfig:

@@ -91,7 +91,7 @@ _FOREIGN = {
 }
 
 
-#: Kernels that no table names: they are launched by what knows its projections.
+#: Kernels that no row of a table names: they are launched by what knows its projections.
 _BESIDE_BACKENDS = {kda.NAME: _on_every_generation("kda_kernel")}
 
 

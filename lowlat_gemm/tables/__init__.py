@@ -5,10 +5,13 @@ Data only: nothing here imports torch or a kernel. ``load_table("kimi_k3", "sm90
 
 from .loader import available_tables, load_table, load_table_file
 from .schema import (
+    MAX_OVERLAP_TOKENS,
     MAX_TOKENS,
     PROVENANCE_KINDS,
     Cell,
     CellKey,
+    KdaOverlap,
+    OverlapLimit,
     ProjectionSpec,
     Provenance,
     Source,
@@ -17,10 +20,13 @@ from .schema import (
 )
 
 __all__ = [
+    "MAX_OVERLAP_TOKENS",
     "MAX_TOKENS",
     "PROVENANCE_KINDS",
     "Cell",
     "CellKey",
+    "KdaOverlap",
+    "OverlapLimit",
     "ProjectionSpec",
     "Provenance",
     "Source",

@@ -28,6 +28,8 @@ VERSIONS = Check(
     "a table of version strings",
     lambda v: isinstance(v, dict) and bool(v) and all(isinstance(s, str) and s for s in v.values()),
 )
+#: What a measured cell or limit needs beside its times; a source of kind "measured" can give it for many.
+SESSION = {"device": TEXT, "date": DATE, "versions": VERSIONS}
 
 
 def one_of(names: Iterable[str]) -> Check:

@@ -16,8 +16,22 @@ from typing import Any
 
 from .. import settings
 from ..arch import ARCHES, Arch, DeviceClass, parse_arch
-from ..backends import BACKEND_NAMES, CONFIG_KEYS, OPTIONAL_BACKENDS
-from .fields import DATE, LIST, POSITIVE_INT, POSITIVE_NUMBER, TABLE, TEXT, VERSIONS, Check, Where, one_of, read
+from ..backends import CONFIG_KEYS, OPTIONAL_BACKENDS, ConfigKeys
+from .fields import (
+    DATE,
+    LIST,
+    POSITIVE_INT,
+    POSITIVE_NUMBER,
+    SESSION,
+    TABLE,
+    TEXT,
+    VERSIONS,
+    Check,
+    Where,
+    one_of,
+    read,
+)
+from .overlap import inherited_overlap, read_overlap
 from .schema import (
     MAX_TOKENS,
     MINIMUM_SPEEDUP,
@@ -51,8 +65,6 @@ _SOURCE = {
     "public": {"kind": TEXT, "title": TEXT, "url": TEXT, "date": DATE, "retrieved": DATE, "note": TEXT},
     "measured": {"kind": TEXT, "device": TEXT, "date": DATE, "versions": VERSIONS, "note": TEXT},
 }
-#: What a measured cell needs beside its times; a source of kind "measured" can give it for many cells.
-_SESSION = {"device": TEXT, "date": DATE, "versions": VERSIONS}
 
 
 def table_folders() -> tuple[Path, ...]:
@@ -111,16 +123,20 @@ def _load(path: Path, children: tuple[str, ...]) -> Table:
         where,
         data,
         {"format": _FORMAT, "family": _FAMILY, "arch": one_of(_ARCH_NAMES), "device": TABLE},
-        {"inherits": one_of(_ARCH_NAMES), "defaults": TABLE, "sources": TABLE, "projection": LIST},
+        {"inherits": one_of(_ARCH_NAMES), **dict.fromkeys(("defaults", "sources", "kda_overlap"), TABLE), "projection": LIST},
     )
     device = read(where.at("device"), data["device"], _DEVICE)
     evidence = device.pop("evidence")
     sources = {key: _source(where.at(f"sources.{key}"), key, entry) for key, entry in data.get("sources", {}).items()}
-    rows = _Rows(where, sources, data.get("defaults")).read(data.get("projection", []))
+    reader = _Rows(where, sources, data.get("defaults"))
+    rows = reader.read(data.get("projection", []))
+    overlap = read_overlap(where.at("kda_overlap"), data["kda_overlap"], reader) if "kda_overlap" in data else None
     inherits = data.get("inherits")
     if inherits is not None:
         parent = _parent(path, where, data["family"], data["arch"], inherits, children)
         rows = {**{key: _inherited(spec, inherits) for key, spec in parent.projections.items()}, **rows}
+        if overlap is None and parent.kda_overlap is not None:
+            overlap = inherited_overlap(parent.kda_overlap, lambda one: _marked(one, inherits))
         for key, source in parent.sources.items():
             if sources.setdefault(key, source) != source:
                 raise where.error(f"sources.{key}", "another source", f"the one that {inherits} has under this key")
@@ -135,6 +151,7 @@ def _load(path: Path, children: tuple[str, ...]) -> Table:
         sources=frozen(sources),
         projections=frozen(rows),
         path=str(path),
+        kda_overlap=overlap,
     )
 
 
@@ -163,21 +180,20 @@ def _parent(path: Path, where: Where, family: str, arch: str, inherits: str, chi
     return parent
 
 
-def _inherited(spec: ProjectionSpec, parent: str) -> ProjectionSpec:
-    def mark(cell: Cell) -> Cell:
-        origin = cell.provenance
-        provenance = Provenance(kind="inherited", source=origin.source, inherited_from=parent, origin=origin)
-        return replace(cell, provenance=provenance)
+def _marked(origin: Provenance, parent: str) -> Provenance:
+    return Provenance(kind="inherited", source=origin.source, inherited_from=parent, origin=origin)
 
+
+def _inherited(spec: ProjectionSpec, parent: str) -> ProjectionSpec:
     def marked(cells: Mapping[int, Cell]) -> Mapping[int, Cell]:
-        return frozen({m: mark(cell) for m, cell in cells.items()})
+        return frozen({m: replace(cell, provenance=_marked(cell.provenance, parent)) for m, cell in cells.items()})
 
     kinds = ("cells", "residual_cells", "optional_cells")
     return replace(spec, **{kind: marked(getattr(spec, kind)) for kind in kinds})
 
 
 class _Rows:
-    """The ``[[projection]]`` rows of one file."""
+    """The ``[[projection]]`` rows of one file, and how cells and what they are believed for are read."""
 
     def __init__(self, where: Where, sources: Mapping[str, Source], defaults: Any):
         self.where = where
@@ -202,22 +218,25 @@ class _Rows:
         where = self.where.at(f"projection {n}x{k}" if named else f"projection row {index}")
         optional = {"residual_cells": LIST, "optional_cells": LIST}
         read(where, item, {"n": POSITIVE_INT, "k": _K, "label": TEXT, "cells": LIST}, optional)
-        cells = self._cells(where, "cell", item["cells"])
-        residual = self._cells(where, "residual cell", item.get("residual_cells", []))
-        brought = self._cells(where, "optional cell", item.get("optional_cells", []))
+        cells = self.cells(where, "cell", item["cells"])
+        residual = self.cells(where, "residual cell", item.get("residual_cells", []))
+        brought = self.cells(where, "optional cell", item.get("optional_cells", []))
         for m, cell in brought.items():
             where.at(f"optional cell m={m}").check("backend", cell.backend, one_of(OPTIONAL_BACKENDS))
         if not cells and not residual:
             raise where.error("cells", "none", "at least one cell")
         return ProjectionSpec(n, k, item["label"], frozen(cells), frozen(residual), frozen(brought))
 
-    def _cells(self, row: Where, kind: str, items: list) -> dict[int, Cell]:
+    def cells(
+        self, row: Where, kind: str, items: list, kernels: Mapping[str, ConfigKeys] = CONFIG_KEYS
+    ) -> dict[int, Cell]:
+        """The cells of ``items`` by M; ``kernels``: those that they can name, with their config keys."""
         cells: dict[int, Cell] = {}
         for index, item in enumerate(items, 1):
             m = item.get("m") if isinstance(item, dict) else None
             row.at(f"{kind} {index}").check("m", m, _TOKENS)
             where = row.at(f"{kind} m={m}")
-            cell = self._cell(where, item)
+            cell = self._cell(where, item, kernels)
             for token in _tokens(m):
                 if token in cells:
                     raise where.error("m", f"M = {token} in two cells", "one cell per M")
@@ -228,24 +247,30 @@ class _Rows:
                 _check_interpolated(row.at(f"{kind} m={m}"), m, cells)
         return cells
 
-    def _cell(self, where: Where, item: dict[str, Any]) -> Cell:
-        backend = where.check("backend", item.get("backend"), one_of(BACKEND_NAMES))
+    def _cell(self, where: Where, item: dict[str, Any], kernels: Mapping[str, ConfigKeys]) -> Cell:
+        backend = where.check("backend", item.get("backend"), one_of(kernels))
         kind = item.get("provenance", self.defaults.get("provenance"))
         where.check("provenance", kind, one_of(_KINDS_IN_FILES))
-        keys = CONFIG_KEYS[backend]
+        keys = kernels[backend]
         required = {"m": _TOKENS, "backend": TEXT, **dict.fromkeys(keys.required, POSITIVE_INT)}
         required |= {key: one_of(values) for key, values in keys.words.items()}
         optional = {**dict.fromkeys(keys.optional, POSITIVE_INT), "provenance": TEXT}
         if kind == "measured":
             required |= {"time_us": POSITIVE_NUMBER, "baseline_us": POSITIVE_NUMBER}
-            optional |= _SESSION
+            optional |= SESSION
         if kind != "interpolated":
             optional["source"] = TEXT
         read(where, item, required, optional)
         if kind == "public":
-            provenance = self._public(where, item)
+            provenance = self.public(where, item)
         elif kind == "measured":
-            provenance = self._measured(where, item)
+            if isinstance(item["m"], str):
+                raise where.error("m", repr(item["m"]), "one M: a time is measured at one token count")
+            provenance = self.measured(where, item)
+            time_us, baseline_us = item["time_us"], item["baseline_us"]
+            if time_us * MINIMUM_SPEEDUP > baseline_us:
+                need = f"at most baseline_us / {MINIMUM_SPEEDUP} = {baseline_us / MINIMUM_SPEEDUP:.4g}"
+                raise where.error("time_us", f"{time_us} against a baseline_us of {baseline_us}", need)
         else:
             provenance = Provenance(kind=kind)
         config = {key: item[key] for key in keys.names if key in item}
@@ -261,33 +286,29 @@ class _Rows:
             raise where.error("source", repr(key), need)
         return self.sources[key]
 
-    def _public(self, where: Where, item: dict[str, Any]) -> Provenance:
+    def public(self, where: Where, item: dict[str, Any]) -> Provenance:
+        """Of what names a public source, or has that of the defaults."""
         source = self._source_of(where, item, "public")
         if source is None:
             raise where.error("source", "nothing", "the key of a public entry of [sources]")
         return Provenance(kind="public", source=source.key)
 
-    def _measured(self, where: Where, item: dict[str, Any]) -> Provenance:
-        if isinstance(item["m"], str):
-            raise where.error("m", repr(item["m"]), "one M: a time is measured at one token count")
+    def measured(self, where: Where, item: dict[str, Any]) -> Provenance:
+        """Of what has two times; device, date and versions are its own or those of a measured source."""
         source = self._source_of(where, item, "measured")
-        session = {name: item[name] for name in _SESSION if name in item}
+        session = {name: item[name] for name in SESSION if name in item}
         if source is None:
-            for name, check in _SESSION.items():
+            for name, check in SESSION.items():
                 where.check(name, session.get(name), check)
         else:
-            session = {name: getattr(source, name) for name in _SESSION} | session
-        time_us, baseline_us = item["time_us"], item["baseline_us"]
-        if time_us * MINIMUM_SPEEDUP > baseline_us:
-            need = f"at most baseline_us / {MINIMUM_SPEEDUP} = {baseline_us / MINIMUM_SPEEDUP:.4g}"
-            raise where.error("time_us", f"{time_us} against a baseline_us of {baseline_us}", need)
+            session = {name: getattr(source, name) for name in SESSION} | session
         return Provenance(
             kind="measured",
             source=source.key if source else None,
             device=session["device"],
             date=str(session["date"]),
-            time_us=float(time_us),
-            baseline_us=float(baseline_us),
+            time_us=float(item["time_us"]),
+            baseline_us=float(item["baseline_us"]),
             versions=frozen(session["versions"]),
         )
 

@@ -104,6 +104,35 @@ class ProjectionSpec:
     optional_cells: Mapping[int, Cell] = field(default_factory=lambda: frozen({}))
 
 
+#: The most tokens that the KDA projection overlap can be about.
+MAX_OVERLAP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class OverlapLimit:
+    """The largest M up to which the overlap beats the sequential path at every M (0: at none), and why it is believed.
+
+    ``provenance`` of a measured limit: the overlap's time at that M (at M = 1 for 0), and as baseline the other path's.
+    """
+
+    max_tokens: int
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class KdaOverlap:
+    """The ``[kda_overlap]`` of a table: KDA's input projections on two streams, at TP 8.
+
+    ``limit``: None where nobody has measured one. ``qkvg``, ``fa_beta``, ``f_b``: by M, what a branch runs where it is
+    not the cell of the table's own row for its shape.
+    """
+
+    limit: OverlapLimit | None
+    qkvg: Mapping[int, Cell]
+    fa_beta: Mapping[int, Cell]
+    f_b: Mapping[int, Cell]
+
+
 class CellKey(NamedTuple):
     """Which cell of a table."""
 
@@ -125,6 +154,7 @@ class Table:
     sources: Mapping[str, Source]
     projections: Mapping[tuple[int, int], ProjectionSpec]
     path: str
+    kda_overlap: KdaOverlap | None = None
 
     def cell(self, n: int, k: int, m: int, *, residual: bool = False) -> Cell | None:
         """The cell for a local (N, K) at M tokens that needs no other package, or None where the table has none."""

@@ -180,6 +180,7 @@ def bench(
     ] = ["back_to_back", "linked"],
     replays: Annotated[int, typer.Option(help="Replays of each graph that a median is taken over.")] = 21,
     host: Annotated[bool, typer.Option("--host", help="Time the host's side of a call instead.")] = False,
+    kda: Annotated[bool, typer.Option("--kda", help="Time Kimi-K3's KDA projections on two streams instead.")] = False,
     minutes: Annotated[Optional[float], typer.Option(help="Begin no other cell after this time.")] = None,
     plots: Annotated[Optional[Path], typer.Option(help="Write roofline and ratio-by-M pictures here.")] = None,
     record: RecordOption = None,
@@ -193,6 +194,12 @@ def bench(
         code = bench_command.run_host(
             command_line("lowlat", sys.argv[1:]), title, shapes, counts, gpu,
             record=record, as_json=as_json, out=OUT, err=ERR,
+        )  # fmt: skip
+        raise typer.Exit(code)
+    if kda:
+        code = bench_command.run_kda(
+            command_line("lowlat", sys.argv[1:]), counts, chain, gpu,
+            replays=replays, record=record, as_json=as_json, out=OUT, err=ERR,
         )  # fmt: skip
         raise typer.Exit(code)
     code = bench_command.run(

@@ -17,7 +17,7 @@ from .bench import BenchError, run_bench
 from .checking import Shape
 from .environment import Gpu
 from .measure import BACK_TO_BACK, COLD, LINKED, WARM, Mode
-from .record import make_bench_record, make_host_record, render, write_record
+from .record import make_bench_record, make_host_record, make_kda_record, render, write_record
 
 _WEIGHTS, _PDL, _CHAINS = (COLD, WARM), {"on": True, "off": False}, (BACK_TO_BACK, LINKED)
 
@@ -108,4 +108,37 @@ def run_host(
         print(render(result), end="")
     else:
         show_bench.host(out, cells, result["medians"], gpu)
+    return 0
+
+
+def run_kda(
+    command: str,
+    tokens: Sequence[int],
+    chains: Sequence[str],
+    gpu: Gpu,
+    *,
+    replays: int,
+    record: Path | None,
+    as_json: bool,
+    out: Console,
+    err: Console,
+) -> int:
+    """``lowlat bench --kda``; the exit code."""
+    from . import kda_bench
+
+    modes([COLD], ["on"], chains)  # says which word is none
+    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+    with show.progress(err, "KDA overlap", len(tokens)) as report:
+        try:
+            cells = kda_bench.run_kda(tokens, gpu, list(dict.fromkeys(chains)), replays, report)
+        except BenchError as error:
+            err.print(f"lowlat: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+            return 1
+    result = make_kda_record(command, cells, gpu, started, time.monotonic() - clock)
+    if record is not None:
+        write_record(result, record)
+    if as_json:
+        print(render(result), end="")
+    else:
+        show_bench.kda(out, cells, result["max_tokens"], gpu)
     return 0

@@ -93,12 +93,28 @@ def make_host_record(command: str, cells: list, gpu, started: datetime.datetime,
     return head | {"cells": [cell.to_json() for cell in cells]}
 
 
+def make_kda_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of the KDA overlap; ``cells``: of ``kda_bench.KdaCell``. Times are in microseconds a layer."""
+    from .kda_bench import limit_of
+
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "kda"}
+    return head | {"max_tokens": limit_of(cells), "cells": [cell.to_json() for cell in cells]}
+
+
+def make_startup_record(
+    command: str, about: dict, cells: list[dict], gpu, started: datetime.datetime, seconds: float
+) -> dict:
+    """The record of start-up times; ``cells``: of ``tools.bench_startup``, one a way to start. Times are in seconds."""
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "startup"}
+    return head | about | {"cells": cells}
+
+
 def make_tune_record(command: str, outcome: dict, gpu, started: datetime.datetime, seconds: float) -> dict:
     """The record of a tuning run; ``outcome``: ``tuning.report.outcome_json``, with its cells."""
     return _head(command, gpu, started, seconds) | outcome
 
 
-_PATH_OPTIONS = ("--record", "--journal", "--table", "--plots")
+_PATH_OPTIONS = ("--record", "--journal", "--table", "--plots", "--archive")
 
 
 def make_layers_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:

@@ -86,7 +86,8 @@ def summarise(path: Path) -> Summary:
     kind = record.get("kind") or next((kind for key, kind in _KINDS.items() if cells and key in cells[0]), "unknown")
     gpu = (record.get("machine") or {}).get("gpu") or {}
     head = Summary(str(path), kind, record.get("command", ""), gpu.get("name"), record.get("commit"), len(cells))
-    reader = {"bench": _bench, "tune": _tune, "check": _check, "host": _host}.get(kind)
+    readers = {"bench": _bench, "tune": _tune, "check": _check, "host": _host, "kda": _kda, "startup": _startup}
+    reader = readers.get(kind)
     if reader is None:
         head.notes.append(f"a record of kind {kind!r}: nothing is known of its cells")
     else:
@@ -172,6 +173,20 @@ def _host(record: dict, head: Summary) -> None:
     cells = record["cells"]
     head.notes.append(", ".join(f"{name} {value:g}" for name, value in record["medians"].items()))
     _add_worst(head, [Worst(_name(cell), cell["forward_over_f_linear"], "F.linear, on the host") for cell in cells])
+
+
+def _kda(record: dict, head: Summary) -> None:
+    head.notes.append(f"the overlap beats the sequential path in all chains up to M = {record['max_tokens']}")
+    for cell in record["cells"]:
+        where, ratio = f"M = {cell['m']}, {cell['chain']}", cell["overlap_over"]["sequential"]
+        head.worst.append(Worst(where, ratio, "sequential"))
+    head.worst.sort(key=lambda one: -one.ratio)
+
+
+def _startup(record: dict, head: Summary) -> None:
+    for cell in record["cells"]:
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cell["seconds"].items())
+        head.notes.append(f"{cell['way']}: {cell['total']:.2f} s for {cell['units']} kernels ({phases})")
 
 
 def markdown(summaries: Sequence[Summary]) -> str:

@@ -101,3 +101,17 @@ def host(console: Console, cells: Sequence, medians: Mapping[str, float], gpu: G
     console.print(grid)
     console.print(", ".join(f"{name} {value:.3f}" for name, value in medians.items()), highlight=False, soft_wrap=True)
     console.print(f"ran on: {gpu}; no GPU work is waited for", highlight=False)
+
+
+def kda(console: Console, cells: Sequence, limit: int, gpu: Gpu) -> None:
+    """Microseconds a layer by way, a line an M and chain; then up to which M the overlap won."""
+    columns = "M", "chain", *cells[0].timings, "overlap x sequential"
+    grid = Grid(*columns, title="KDA projections, us a layer", box=box.SIMPLE)
+    for cell in cells:
+        times = (f"{timing.us:.2f} ({timing.p10:.2f}-{timing.p90:.2f})" for timing in cell.timings.values())
+        style = "green" if cell.ratio < 1 else "red"
+        grid.add_row(str(cell.m), cell.chain, *times, f"{cell.ratio:.3f}", style=style)
+    console.print(grid)
+    won = f"at every M up to {limit}" if limit else "not at M = 1"
+    console.print(f"the overlap beats the sequential path in all chains {won}", highlight=False)
+    console.print(f"ran on: {gpu}; times are medians over replays of one graph", highlight=False)

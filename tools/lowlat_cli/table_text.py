@@ -1,7 +1,8 @@
 """The text of a table file by its parts: what two tools write, each its own rows, without touching the other's.
 
-    head       everything up to the first ``[sources.*]`` or ``[[projection]]``
+    head       everything up to the first ``[sources.*]``, ``[kda_overlap]`` or ``[[projection]]``
     sources    one block each
+    overlap    the ``[kda_overlap]`` block, if there is one
     rows       one ``[[projection]]`` block each
 """
 
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from lowlat_gemm.tables import Table, load_table_file
 
-_BLOCK = re.compile(r"^(?=\[\[projection\]\]|\[sources\.)", re.MULTILINE)
+_OVERLAP = "[kda_overlap]"
+_BLOCK = re.compile(r"^(?=\[\[projection\]\]|\[sources\.|\[kda_overlap\])", re.MULTILINE)
 _LOST_WORDS = "# Measured, and no cell kept: "
 _LOST = re.compile(rf"^{_LOST_WORDS}(.+)\n", re.MULTILINE)
 
@@ -32,6 +34,7 @@ class TableText:
     sources: dict[str, str] = field(default_factory=dict)
     rows: dict[tuple[int, int], str] = field(default_factory=dict)
     lost: set[tuple[int, int]] = field(default_factory=set)
+    overlap: str = ""
 
     @classmethod
     def parse(cls, text: str) -> "TableText":
@@ -42,6 +45,8 @@ class TableText:
         for block in blocks:
             if block.startswith("[sources."):
                 made.sources[block[len("[sources.") : block.index("]")]] = block
+            elif block.startswith(_OVERLAP):
+                made.overlap = block
             else:
                 row = tomllib.loads(block)["projection"][0]
                 made.rows[row["n"], row["k"]] = block
@@ -52,7 +57,7 @@ class TableText:
         if self.lost:
             names = ", ".join(f"{n}x{k}" for n, k in sorted(self.lost))
             head = head.replace("format = 1\n", f"{_LOST_WORDS}{names}\nformat = 1\n", 1)
-        return "\n".join([head, *self.sources.values(), *self.rows.values()])
+        return "\n".join([head, *self.sources.values(), *filter(None, [self.overlap]), *self.rows.values()])
 
     def kinds(self, key: tuple[int, int]) -> set[str | None]:
         """Provenance kinds that the row's cells name; None: the default of the file."""

@@ -153,8 +153,8 @@ def _with_sound_ends(cells: dict[int, dict[str, Any]]) -> dict[int, dict[str, An
 
 
 def _drop_unused_sources(text: TableText, defaults: Mapping) -> None:
-    """Sources of measurements that no cell names any more."""
-    rows = "".join(text.rows.values())
+    """Sources of measurements that no cell and no limit names any more."""
+    rows = "".join([text.overlap, *text.rows.values()])
     for key, block in list(text.sources.items()):
         if 'kind = "measured"' in block and f'source = "{key}"' not in rows and defaults.get("source") != key:
             del text.sources[key]
