@@ -27,7 +27,7 @@ from .dispatch import (
 )
 from .kernels.compile_cache import CompileCache, CompileError, CompileUnit, Made
 from .kernels.compiling import make, make_all, store_in
-from .kernels.registry import backend, is_foreign
+from .kernels.registry import is_foreign, layout_refusal
 from .operands import Reason, Refusal, aliasing_problem, check_operands
 from .ready import READY, run_ready
 from .tables import TableError
@@ -219,10 +219,10 @@ def run_or_refuse(x, weight, residual=None, names: tuple[str, ...] | None = None
     if refusal is not None:
         return refusal
     entry = plan.entry(m, residual is not None)
-    compiled = _kernel_for(plan, entry, x, weight)
+    compiled = _kernel_for(entry, x, weight)
     if isinstance(compiled, Refusal) and entry.otherwise is not None and entry.otherwise.refusal is None:
         log_refusal(x, weight, compiled, f"goes to {entry.otherwise.cell.backend}, not {entry.cell.backend}")
-        compiled = _kernel_for(plan, entry.otherwise, x, weight)
+        compiled = _kernel_for(entry.otherwise, x, weight)
     if isinstance(compiled, Refusal):
         return compiled
     # The short way asks for nothing that a backend asks for besides.
@@ -231,11 +231,9 @@ def run_or_refuse(x, weight, residual=None, names: tuple[str, ...] | None = None
     return launch(compiled, x, weight, residual)
 
 
-def _kernel_for(plan: Plan, entry: PlanEntry, x, weight):
+def _kernel_for(entry: PlanEntry, x, weight):
     """The compiled kernel of an entry that can run for one call's operands, or the Refusal."""
-    layout_refusal = backend(entry.cell.backend, plan.arch).layout_refusal
-    refusal = None if layout_refusal is None else layout_refusal(entry.config, x, weight)
-    return compiled_for(entry, x.device.index) if refusal is None else refusal
+    return layout_refusal(entry.unit, x, weight) or compiled_for(entry, x.device.index)
 
 
 def try_low_latency_gemm(x, weight, residual=None):

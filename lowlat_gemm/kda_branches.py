@@ -20,7 +20,7 @@ from .arch import Arch
 from .dispatch import plan_for
 from .kernels import kda
 from .kernels.compile_cache import CompileUnit
-from .kernels.registry import backend
+from .kernels.registry import backend, on_device
 from .models import projection_shapes
 from .settings import Settings
 from .tables import MAX_OVERLAP_TOKENS, Cell, Table, TableError, load_table
@@ -74,6 +74,10 @@ class Branches:
     def units(self) -> list[CompileUnit]:
         return [unit for unit in (self.qkvg, self.fa_beta, self.f_b) if unit is not None]
 
+    def on(self, ordinal: int) -> Branches:
+        """The branches for CUDA device ``ordinal``: another package's kernels are prepared for one device."""
+        return Branches(*(unit and on_device(unit, ordinal) for unit in (self.qkvg, self.fa_beta, self.f_b)))
+
 
 def overlap_table(arch: Arch) -> Table:
     """The table that has the generation's ``[kda_overlap]``. TableError where there is no sound one."""
@@ -95,6 +99,8 @@ def _unit(arch: Arch, m: int, name: str, settings: Settings) -> CompileUnit | No
     for cell in _cells(arch, m, name):
         kernel = kda if cell.backend == kda.NAME else backend(cell.backend, arch)
         if kernel is None or settings.denied(cell.backend, n, k, m):
+            continue
+        if kernel is not kda and kernel.unavailable(arch) is not None:
             continue
         try:
             config = kernel.parse_config(cell.config)

@@ -14,6 +14,7 @@ never ends with work that was not joined.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,7 @@ from .arch import arch_of_device, device_properties
 from .dispatch import disabled_refusal
 from .execute import NotCompiledError, kernels_of, launch
 from .kda_branches import GEOMETRY, Branches, branches, overlap_table, overlap_units
+from .kernels.registry import layout_refusal, on_device
 from .operands import Reason, Refusal, check_operands, check_weight
 from .settings import Settings
 from .tables import MAX_OVERLAP_TOKENS, TableError
@@ -82,9 +84,12 @@ def run_kda_projection_overlap(hidden_states, packed_weight, f_b_weight, aux_str
     x, packed, f_b = map(storage_of, (hidden_states, packed_weight, f_b_weight))
     _check(x, packed, f_b)
     _check_streams(x, aux_stream, events)
-    m = x.shape[0]
-    _check_tokens(m, x.device.index, max_tokens)
-    qkvg_kernel, fa_beta_kernel, f_b_kernel = _kernels(branches(arch_of_device(x.device.index), m))
+    m, ordinal = x.shape[0], x.device.index
+    _check_tokens(m, ordinal, max_tokens)
+    chosen = branches(arch_of_device(ordinal), m).on(ordinal)
+    if chosen.qkvg is not None and layout_refusal(chosen.qkvg, x, packed) is not None:
+        chosen = replace(chosen, qkvg=None)
+    qkvg_kernel, fa_beta_kernel, f_b_kernel = _kernels(chosen)
     qkvg, fa_beta, g1 = (
         torch.empty((m, n), dtype=x.dtype, device=x.device) for n in (GEOMETRY.qkvg, GEOMETRY.fa_beta, GEOMETRY.f_b)
     )
@@ -211,11 +216,11 @@ def _prepare(ordinal: int, most: int, packed, f_b) -> None:
     """Kernels for every M, and one call of torch's GEMM for each shape and M that runs it."""
     arch = arch_of_device(ordinal)
     with torch.cuda.device(ordinal), torch.no_grad():
-        kernels_of(overlap_units(arch, most))
+        kernels_of([on_device(unit, ordinal) for unit in overlap_units(arch, most)])
         x = torch.empty((most, GEOMETRY.hidden), dtype=_DTYPE, device=packed.device)
         y = torch.empty((most, GEOMETRY.qkvg), dtype=_DTYPE, device=packed.device)
         for m in range(1, most + 1):
-            chosen = branches(arch, m)
+            chosen = branches(arch, m).on(ordinal)
             for unit, weight in (
                 (chosen.qkvg, packed[: GEOMETRY.qkvg]), (chosen.fa_beta, packed[GEOMETRY.qkvg :]), (chosen.f_b, f_b),
             ):  # fmt: skip

@@ -129,6 +129,12 @@ def on_device(unit: CompileUnit, ordinal: int) -> CompileUnit:
     return replace(unit, spec=replace(unit.spec, ordinal=ordinal)) if is_foreign(unit) else unit
 
 
+def layout_refusal(unit: CompileUnit, x, weight) -> Refusal | None:
+    """What a unit's backend asks of operands beyond ``check_operands`` and these do not have; None: nothing is amiss."""
+    found = _FOREIGN.get(unit.kernel)
+    return None if found is None or found.layout_refusal is None else found.layout_refusal(unit.spec.config, x, weight)
+
+
 #: Modules that compiling and launching needs, with the package that brings each.
 _REQUIRED = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi", "cuda": "cuda-bindings"}
 
