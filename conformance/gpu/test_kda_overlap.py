@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 
+from conformance.gpu.late_writer import compiled_late_writer
 from conformance.harness import operands, poisoned
 from lowlat_gemm import autotune_kda_qkvg, kda_overlap, run_kda_projection_overlap
 from lowlat_gemm.execute import COMPILE_CACHE, launch
@@ -21,6 +22,7 @@ REPLAYS, SAMPLE, INPUTS = 10_000, 7, 8
 ROUNDS = 200
 #: Clocks by which the aux stream is held back: longer than the host takes to enqueue what could go wrong meanwhile.
 LATE = 3_000_000
+LATE_BY_NS = 20_000
 
 
 @functools.lru_cache(maxsize=2)
@@ -138,6 +140,46 @@ def test_ten_thousand_replays_of_two_layers_with_changing_inputs(arch, m):
             different += torch.stack([(y != want).sum() for y, want in zip(outputs, wanted[replay % INPUTS])])
     counts = different.tolist()
     assert not any(counts), f"M = {m}: elements that differ over {REPLAYS} replays, by output of the two layers: {counts}"
+
+
+def words(tensor) -> torch.Tensor:
+    return tensor.view(torch.int32).flatten()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("m", [1, 8, 16])
+def test_between_kernels_of_programmatic_launch(arch, m, captured):
+    """In front a kernel that lets its dependents start at once and writes x 20 us later, also for the other stream;
+    behind the join one that may start as early, and copies what both branches wrote."""
+    layer, inputs = Layer(), [tokens(m, seed) for seed in range(4)]
+    wanted = [layer.alone(arch, x) for x in inputs]
+    writer = compiled_late_writer(arch.compile_target)
+    source, x = inputs[0].clone(), torch.full_like(inputs[0], float("nan"))
+    copies = [torch.empty_like(y) for y in wanted[0][:2]]
+
+    def step():
+        stream = torch.cuda.current_stream().cuda_stream
+        writer(words(source), words(x), LATE_BY_NS, stream)
+        outputs = layer(x)
+        for y, copy in zip(outputs, copies):
+            writer(words(y), words(copy), 0, stream)
+        return outputs[2]
+
+    beta, run = step(), step
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            beta = step()
+        run = graph.replay
+    different = torch.zeros(3, dtype=torch.int64, device="cuda")
+    for turn in range(ROUNDS):
+        source.copy_(inputs[turn % 4])
+        poison(x, *copies)
+        result = run()
+        got = (*copies, beta if captured else result)
+        different += torch.stack([(y != want).sum() for y, want in zip(got, wanted[turn % 4])])
+    counts = different.tolist()
+    assert not any(counts), f"M = {m}: QKVG, F_B, beta differ in {counts} elements of {ROUNDS} turns"
 
 
 def test_one_stream_and_pair_of_events_in_graphs_and_eager_calls_in_turns(arch):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.fakes import clean_settings, cuda, device_of, execute  # noqa: F401
+from conformance.fakes import clean_settings, cuda, device_of  # noqa: F401
 from lowlat_cli import report
 from lowlat_cli.record import make_startup_record, render, write_record
 from lowlat_gemm import settings

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from conformance.fakes import TOY_K, TOY_N, bf16, clean_settings, toy_gpu, toy_linear  # noqa: F401
+from conformance.fakes import TOY_K, TOY_N, bf16, clean_settings, toy_linear  # noqa: F401
 from conformance.fakes import toy_gpu as gpu  # noqa: F401
 from lowlat_gemm import PreparedProjection, Projection, enable_low_latency_gemm, forget_captures, stale_weights
 from lowlat_gemm import disable_low_latency_gemm, weight_map
