@@ -66,6 +66,20 @@ def test_one_split_for_a_row_where_it_costs_little(cost, winner):
     assert chosen(table) == winner
 
 
+@pytest.mark.parametrize("linked, winner", [(7.4, A), (7.5, C)])
+def test_one_split_may_not_cost_more_between_other_kernels(linked, winner):
+    """Its cost is that of the chain where it costs more: 7.4 against 7.0 at one of two M is 1.028, 7.5 is 1.035."""
+    table = {1: {A: times(5.2, linked=linked), C: times(5.0, linked=7.0)}, 9: {WIDE: times(6.0, linked=8.0)}}
+    assert chosen(table) == {1: winner, 9: WIDE}
+
+
+@pytest.mark.parametrize("at_one, winner", [(1.14, A), (1.16, C)])
+def test_one_split_may_not_cost_much_at_any_single_m(at_one, winner):
+    rest = {m: {WIDE: times(6.0)} for m in range(9, 17)}
+    found = chosen({1: {A: times(5.0 * at_one), C: times(5.0)}, **rest})
+    assert found == {1: winner, **dict.fromkeys(rest, WIDE)}
+
+
 def test_no_one_split_that_does_not_serve_every_cell():
     assert chosen({1: {SKINNY: times(5.0)}, 2: {A: times(5.0), SKINNY: times(9.0)}, 9: {WIDE: times(6.0)}}) == {
         1: SKINNY, 2: A, 9: WIDE,

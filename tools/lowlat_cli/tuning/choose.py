@@ -21,8 +21,8 @@ from .jobs import BACK_TO_BACK, LINKED, JobResult
 AS_FAST = 1.03
 #: What one config for a whole token class may cost against the best of each cell, as a geometric mean.
 ONE_CONFIG_COST = 1.02
-#: What one order of additions for a whole row may cost.
-ONE_SPLIT_COST = 1.03
+#: What one order of additions for a whole row may cost, as a geometric mean in either chain, and at any single M.
+ONE_SPLIT_COST, ONE_SPLIT_COST_OF_A_CELL = 1.03, 1.15
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,11 @@ def choose_row(times: RowTimes, classes: Iterable[TokenClass]) -> dict[int, Cand
     for order in sorted(orders, key=repr):
         bound = _choose(eligible, groups, lambda one: one.invariance == order)
         if bound.keys() == free.keys():
-            cost = statistics.geometric_mean(eligible[m][bound[m]].us / eligible[m][free[m]].us for m in free)
-            if cost <= ONE_SPLIT_COST and (best is None or cost < best[0]):
+            pairs = [(eligible[m][bound[m]], eligible[m][free[m]]) for m in free]
+            ratios = [[one.us / other.us for one, other in pairs], [one.linked_us / other.linked_us for one, other in pairs]]
+            cost = max(map(statistics.geometric_mean, ratios))
+            cheap = cost <= ONE_SPLIT_COST and max(map(max, ratios)) <= ONE_SPLIT_COST_OF_A_CELL
+            if cheap and (best is None or cost < best[0]):
                 best = cost, bound
     return free if best is None else best[1]
 
