@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 from lowlat_cli import environment
-from lowlat_cli.record import command_line
+from lowlat_cli.record import command_line, make_sanitizer_record, write_record
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 #: kernel -> (test files, pytest filter, narrower filter for racecheck, which is a hundred times slower than the GPU):
@@ -88,26 +87,19 @@ def main() -> int:
     if not gpus or gpus[0].arch is None or gpus[0].arch.name != arguments.arch:
         print(f"no {arguments.arch} GPU here: {why or gpus[0]}", file=sys.stderr)
         return 2
-    started = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
     outcomes = []
     for kernel in arguments.kernel or PARTS:
         for tool in TOOLS:
-            outcomes.append(run_tool(tool, kernel, arguments.arch))
-            verdict = "clean" if is_clean(outcomes[-1]) else f"{outcomes[-1]['errors']} errors"
-            print(f"{kernel} {tool}: {verdict}; {outcomes[-1]['tests']}", *outcomes[-1]["report"], sep="\n  ", flush=True)
-    clean = all(map(is_clean, outcomes))
+            outcome = run_tool(tool, kernel, arguments.arch)
+            outcomes.append(outcome | {"clean": is_clean(outcome)})
+            verdict = "clean" if is_clean(outcome) else f"{outcome['errors']} errors"
+            print(f"{kernel} {tool}: {verdict}; {outcome['tests']}", *outcome["report"], sep="\n  ", flush=True)
     if arguments.record is not None:
-        record = {
-            "command": command_line("python -m conformance.sanitize", sys.argv[1:]),
-            "started": started.isoformat(),
-            "commit": environment.commit(),
-            "machine": environment.machine(gpus[0]),
-            "versions": environment.versions(),
-            "clean": clean,
-            "runs": outcomes,
-        }
-        arguments.record.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if clean else 1
+        command = command_line("python -m conformance.sanitize", sys.argv[1:])
+        record = make_sanitizer_record(command, outcomes, gpus[0], started, time.monotonic() - clock)
+        write_record(record, arguments.record)
+    return 0 if all(outcome["clean"] for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -116,6 +116,8 @@ def times_of(record: Record) -> list[Times]:
     """The times of a benchmark, or of a tuning run (there by the cell, with the baseline cuBLAS), without residual."""
     found = []
     for cell in record.data["cells"]:
+        if "n" not in cell:
+            continue  # of something else than a GEMM
         shape = (cell["n"], cell["k"], cell["m"])
         timings = cell.get("timings", {})
         if FLOOR in timings and _is_usual(cell.get("mode")):

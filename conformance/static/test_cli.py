@@ -231,7 +231,7 @@ def test_without_torch(tmp_path):
     errors = [line for line in result.stderr.splitlines() if not line.startswith("kimi_k3 tp")]
     assert result.returncode == 2 and len(errors) == 1 and "torch" in errors[0], result.stderr
     result = run("-m", "lowlat_cli", "plan", "--arch", "sm90")
-    assert result.returncode == 0 and "skinny" in result.stdout, result.stderr
+    assert result.returncode == 0 and "fused_a" in result.stdout, result.stderr
     result = run("-m", "lowlat_cli", "doctor", "--json")
     assert result.returncode == 1 and "torch cannot be imported" in json.loads(result.stdout)["problems"][0]
 

@@ -55,12 +55,20 @@ def test_a_benchmark_of_schema_1_gives_the_means_that_it_holds():
 
 def test_a_check_and_its_failures(tmp_path, lowlat):
     found = report.summarise(RECORDS / "h200-check.json")
-    assert found.kind == "check" and found.notes[0].startswith("47 kernel, 0 failed") and not found.failed
+    ran = json.loads((RECORDS / "h200-check.json").read_text())["counts"]["kernel"]
+    assert found.kind == "check" and found.notes[0].startswith(f"{ran} kernel, 0 failed") and not found.failed
     cells = [{"n": 64, "k": 128, "m": 3, "arch": "sm90", "status": "failed", "reason": "8 of 9 elements"}]
     path = _write(tmp_path / "c.json", cells, counts={"failed": 1})
     assert report.summarise(path).failures == ["sm90 64x128 M=3: 8 of 9 elements"]
     code, out, _ = lowlat("report", path)
     assert code == 1 and "FAILED sm90 64x128 M=3: 8 of 9 elements" in out
+
+
+def test_a_run_of_the_sanitizer(tmp_path):
+    run = {"tool": "racecheck", "kernel": "kda", "errors": 0, "tests": "2 passed", "clean": True}
+    found = report.summarise(_write(tmp_path / "s.json", [run, run | {"errors": 3, "clean": False}], kind="sanitizer"))
+    assert found.notes == ["kda racecheck: 0 errors, 2 passed"]
+    assert found.failures == ["kda racecheck: 3 errors, 2 passed"] and found.failed
 
 
 def test_a_tuning_run(tmp_path):

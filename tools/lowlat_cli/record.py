@@ -109,6 +109,11 @@ def make_startup_record(
     return head | about | {"cells": cells}
 
 
+def make_sanitizer_record(command: str, runs: list[dict], gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of compute-sanitizer; ``runs``: of ``conformance.sanitize.run_tool``, one a tool and kernel."""
+    return _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "sanitizer", "cells": runs}
+
+
 def make_tune_record(command: str, outcome: dict, gpu, started: datetime.datetime, seconds: float) -> dict:
     """The record of a tuning run; ``outcome``: ``tuning.report.outcome_json``, with its cells."""
     return _head(command, gpu, started, seconds) | outcome

@@ -86,8 +86,7 @@ def summarise(path: Path) -> Summary:
     kind = record.get("kind") or next((kind for key, kind in _KINDS.items() if cells and key in cells[0]), "unknown")
     gpu = (record.get("machine") or {}).get("gpu") or {}
     head = Summary(str(path), kind, record.get("command", ""), gpu.get("name"), record.get("commit"), len(cells))
-    readers = {"bench": _bench, "tune": _tune, "check": _check, "host": _host, "kda": _kda, "startup": _startup}
-    reader = readers.get(kind)
+    reader = _READERS.get(kind)
     if reader is None:
         head.notes.append(f"a record of kind {kind!r}: nothing is known of its cells")
     else:
@@ -187,6 +186,19 @@ def _startup(record: dict, head: Summary) -> None:
     for cell in record["cells"]:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cell["seconds"].items())
         head.notes.append(f"{cell['way']}: {cell['total']:.2f} s for {cell['units']} kernels ({phases})")
+
+
+def _sanitizer(record: dict, head: Summary) -> None:
+    for run in record["cells"]:
+        said = f"{run['kernel']} {run['tool']}: {run['errors']} errors, {run['tests']}"
+        (head.notes if run["clean"] else head.failures).append(said)
+
+
+#: How the cells of each kind of record are read.
+_READERS = {
+    "bench": _bench, "tune": _tune, "check": _check, "host": _host, "kda": _kda, "sanitizer": _sanitizer,
+    "startup": _startup,
+}  # fmt: skip
 
 
 def markdown(summaries: Sequence[Summary]) -> str:
