@@ -32,9 +32,10 @@ def test_doctor(lowlat, no_gpu):
     assert all(t["error"] is None and t["cells"] >= t["built"] > 0 for t in report["tables"])
 
 
-def test_doctor_settings_keep_their_type_in_json(lowlat, no_gpu):
+def test_doctor_settings_keep_their_type_in_json(lowlat, no_gpu, monkeypatch):
+    monkeypatch.delenv("LOWLAT_GEMM_CACHE_DIR", raising=False)  # a runner may name one for its tests
     found = json.loads(lowlat("doctor", "--json")[1])["settings"]
-    assert found["disabled"] is False and found["cache_dir"] == settings.current().cache_dir, found
+    assert found["disabled"] is False and found["cache_dir"] is None, found
 
 
 def test_doctor_is_content_with_a_gpu_that_can_run_kernels(lowlat, monkeypatch):
