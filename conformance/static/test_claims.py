@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from conformance import sanitize
 from conformance.cases import table_cases
 from lowlat_gemm.arch import SM90
 
@@ -38,6 +39,22 @@ def test_the_cells_that_the_readme_calls_measured_are_in_the_record():
     assert measured == won, [key for key in measured if measured[key] != won.get(key)]
     rows = int(re.search(r"SM90: (\d+) rows, all of TP8 and two of TP4, measured", README)[1])
     assert rows == len({key[:2] for key in measured})
+
+
+def test_the_means_of_the_readme_are_those_of_the_record():
+    means = json.loads((ROOT / RECORD).read_text())["geometric_means"]
+    table = re.search(r"\| M \|(.+)\|\n\|[-|]+\n\| x floor \|(.+)\|\n\| x cuBLAS \|(.+)\|\n", README)
+    tokens, floor, baseline = ([cell.strip() for cell in row.split("|")] for row in table.groups())
+    assert len(tokens) == len(floor) == len(baseline) >= 5
+    for m, over_floor, over_baseline in zip(tokens, floor, baseline):
+        want = f"{means[m]['over_floor']:.3f}", f"{means[m]['over_baseline']:.3f}"
+        assert (over_floor, over_baseline) == want, f"M = {m}: the README says {over_floor, over_baseline}, the record {want}"
+
+
+def test_the_sanitizer_found_nothing():
+    record = json.loads((ROOT / "hw_matrix/records/sm90/h200-sanitizer.json").read_text())
+    assert {(run["kernel"], run["tool"]) for run in record["cells"]} == {(k, t) for k in sanitize.PARTS for t in sanitize.TOOLS}
+    assert all(run["clean"] and run["errors"] == 0 for run in record["cells"]), record["cells"]
 
 
 def test_records_name_their_commit_and_no_place_of_a_machine():
