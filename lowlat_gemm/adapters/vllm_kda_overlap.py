@@ -1,9 +1,9 @@
 """Kimi-K3's KDA projection overlap in vLLM: our limit for each layer, and our branches where one is above 0.
 
 A KDA layer of vLLM 0.33.0 (vllm/models/kimi_k3/nvidia/kda.py, ``forward``) overlaps in a capture of up to
-``_projection_overlap_max_tokens`` tokens, by a function that it imports from ``low_latency_gemm`` at the call, and takes
-its two linears one after the other otherwise. vLLM's constructor sets that number, and its warm-up raises it to 14
-wherever it is not 0. The layer says nothing of itself in the call: it is known by its weight. So both functions are
+``_projection_overlap_max_tokens`` tokens, by a function that it imports from ``low_latency_gemm`` at the call, and
+takes its two linears one after the other otherwise. vLLM's constructor sets that number, and its warm-up raises it to
+14 wherever it is not 0. The layer says nothing of itself in the call: it is known by its weight. So both functions are
 replaced on their module, for as long as a layer is taken, and pass all other layers on to vLLM's own.
 """
 
@@ -17,9 +17,8 @@ import weakref
 from dataclasses import dataclass
 
 from ..captures import note_capture
-from ..execute import NotCompiledError
+from ..execute import CompileError, NotCompiledError
 from ..kda_overlap import autotune_kda_qkvg, kda_overlap_limit, run_kda_projection_overlap
-from ..kernels.compile_cache import CompileError
 from ..operands import Reason, Refusal
 from ..settings import current
 from ..torch_op import storage_of
@@ -125,7 +124,7 @@ def install_overlap(model) -> None:
         return
     try:
         limits = autotune_kda_qkvg(model)
-    except CompileError as error:
+    except (CompileError, ImportError) as error:
         _LOG.warning("the KDA overlap stays vLLM's: %s", error)
         return
     taken = {layers[name]: limit for name, limit in limits.items() if name in layers and _is_known(layers[name])}
