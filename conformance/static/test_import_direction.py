@@ -33,7 +33,9 @@ ALLOWED = {
     "kda_overlap": {"arch", "dispatch", "execute", "kda_branches", "kernels", "operands", "settings", "tables", "torch_op"},
     "torch_op": {"execute", "operands", "ready", "settings"},
     "warmup": {"dispatch", "execute", "operands"},
-    "adapters": {"captures", "dispatch", "execute", "operands", "ready", "settings", "torch_op", "warmup"},
+    "adapters": {
+        "captures", "dispatch", "execute", "kda_overlap", "operands", "ready", "settings", "torch_op", "warmup",
+    },  # fmt: skip
     "__init__": set(),  # by name only, when one is asked for
 }
 

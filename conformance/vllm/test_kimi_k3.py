@@ -24,6 +24,7 @@ from lowlat_gemm.adapters import vllm as adapter
 from lowlat_gemm.adapters import methods, vllm_kimi_k3, vllm_methods
 from lowlat_gemm.adapters.vllm_kimi_k3 import CALL_SITES
 from lowlat_gemm.arch import ARCHES, SM90
+from lowlat_gemm.captures import stale_weights
 from lowlat_gemm.kernels import registry
 from lowlat_gemm.operands import Reason
 from lowlat_gemm.reference import parity, reference_gemm
@@ -222,6 +223,18 @@ def test_the_attentions_sliced_projection(gpu, m):
         assert parity(y, reference_gemm(x, weight)).ok if m in (1, 2) else same_bits(y, F.linear(x, weight))
     adapter.uninstall(model)
     assert attention._unquantized_gemm.__func__ is K3["mla"].MultiHeadLatentAttention._unquantized_gemm
+
+
+def test_a_captured_slice_of_a_moved_weight_is_stale(gpu):
+    attention = make_attention()
+    adapter.install(attention)
+    gpu.capturing = True
+    attention._unquantized_gemm(bf16(1, K), attention.fused_qkv_a_g_proj.weight[:N])
+    gpu.capturing = False
+    assert len(gpu.calls) == 1 and stale_weights(attention) == ()
+    projection = attention.fused_qkv_a_g_proj
+    projection.weight = nn.Parameter(projection.weight.data.clone(), requires_grad=False)
+    assert stale_weights(attention) == ("fused_qkv_a_g_proj",)
 
 
 def test_an_attention_that_never_slices_is_left_alone(gpu):

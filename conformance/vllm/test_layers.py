@@ -55,6 +55,17 @@ def test_a_taken_layer_computes_what_it_did(gpu, model, kind, m):
         assert gpu.calls == [] and same_bits(y, before)
 
 
+@pytest.mark.parametrize("capturing", [False, True], ids=["eager", "capture"])
+def test_nothing_compiles_after_the_install(gpu, model, capturing):
+    adapter.install(model)
+    compiled, gpu.capturing = gpu.cache.compiles, capturing
+    for kind in LAYERS:
+        for m in range(1, 9):
+            run(model[kind], bf16(m, K))
+    assert compiled > 0 and len(gpu.calls) == len(LAYERS) * len(SERVED)
+    assert (gpu.cache.compiles, gpu.cache.late) == (compiled, 0)
+
+
 @pytest.mark.parametrize("shape", [(K,), (1, K), (2, 1, K), (1, 2, 2, K)], ids=str)
 def test_leading_dimensions_are_tokens(gpu, model, shape):
     adapter.install(model)

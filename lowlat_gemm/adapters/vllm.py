@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from .. import __version__, settings
 from ..dispatch import family_names
 from ..operands import Reason, Refusal
-from . import vllm_kimi_k3
+from . import vllm_kda_overlap, vllm_kimi_k3
 from .methods import summary
 from .report import InstallReport
 
@@ -140,8 +140,11 @@ def install(model, dtype=None, tables: str | Sequence[str] | None = None) -> Ins
 
     names = family_names(tables)
     vllm_kimi_k3.uninstall_call_sites(model)
+    vllm_kda_overlap.uninstall_overlap(model)
     done = LAYERS.install(model, dtype, names)
-    report = InstallReport((*done.installed, *vllm_kimi_k3.install_call_sites(model, names)), done.skipped)
+    sites = vllm_kimi_k3.install_call_sites(model, names)
+    vllm_kda_overlap.install_overlap(model)
+    report = InstallReport((*done.installed, *sites, *vllm_kda_overlap.overlaps(model)), done.skipped)
     _LOG.debug("%s", report)
     return report
 
@@ -151,6 +154,7 @@ def uninstall(model) -> int:
     from .vllm_methods import LAYERS
 
     vllm_kimi_k3.uninstall_call_sites(model)
+    vllm_kda_overlap.uninstall_overlap(model)
     return LAYERS.uninstall(model)
 
 
@@ -159,4 +163,5 @@ def report(model) -> InstallReport:
     from .vllm_methods import LAYERS
 
     found = LAYERS.report(model)
-    return InstallReport((*found.installed, *vllm_kimi_k3.installed_call_sites(model)), found.skipped)
+    sites = (*vllm_kimi_k3.installed_call_sites(model), *vllm_kda_overlap.overlaps(model))
+    return InstallReport((*found.installed, *sites), found.skipped)

@@ -3,7 +3,8 @@
 Two such sites serve BF16 weights (vllm/models/kimi_k3/nvidia, 0.33.0): the attention's sliced input projection
 (mla.py, ``_unquantized_gemm``), and the up-projection that adds to the shared experts' output (model.py,
 ``KimiRoutedOutputTransform.forward``). They are replaced on each module, never on vLLM's classes, so that
-``uninstall`` of one model leaves others alone. What our plan does not serve runs as vLLM has it.
+``uninstall`` of one model leaves others alone. What our plan does not serve runs as vLLM has it. The KDA layers'
+overlap is in ``vllm_kda_overlap``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..captures import note_capture
 from ..dispatch import Plan
 from ..execute import device_plan, log_refusal
 from ..operands import Refusal
@@ -82,6 +84,8 @@ def _attention_gemm(original, module, names, hidden_states, weight):
     plain = storage_of(weight)
     y = linear_or_refuse(hidden_states, plain, names)
     if type(y) is not Refusal:
+        # A slice is made anew at each call; what can move is the weight that it is of.
+        note_capture(module.fused_qkv_a_g_proj, module.fused_qkv_a_g_proj.weight)
         return y
     log_refusal(hidden_states, plain, y)
     return original(module, hidden_states, weight)
