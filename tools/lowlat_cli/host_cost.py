@@ -23,9 +23,9 @@ from .checking import Shape
 from .environment import Gpu
 from .measure import Timing
 
-#: Calls of one batch: what a batch costs beyond its calls is small beside them, and the device is done with them soon.
-CALLS = 64
-ROUNDS = 21
+#: Calls of one batch.
+CALLS = 256
+ROUNDS = 41
 F_LINEAR, LINEAR, PLANNED_FORWARD, PLANNED, TRY = (
     "F.linear", "torch.nn.Linear", "PlannedLinear.forward", "PlannedLinear", "try_low_latency_gemm",
 )  # fmt: skip
