@@ -154,8 +154,6 @@ def _tune(record: dict, head: Summary) -> None:
     _add_means(head, rows)
     _add_worst(head, [Worst(_name(cell), cell["over_baseline"], "baseline") for cell in kept])
     head.notes.append(f"{len(kept)} of {head.cells} measured cells kept; the others are not 5 % under the baseline")
-    if journaled := record.get("journaled_candidates"):
-        head.notes.append(f"{journaled} candidates from the journal of earlier runs, {record['measured_candidates']} measured")
     for one in record.get("excluded", []):
         head.notes.append(f"excluded {one['backend']} {one['config']}: {one['reason']}")
     if record.get("not_reached"):

@@ -53,8 +53,7 @@ class ModelCheck:
 @dataclass
 class Outcome:
     """What a run found. ``passes``: (n, k, residual) -> M -> the results of each pass; ``not_reached``: shapes that
-    time ran out for; ``seconds``: by stage, compiling among them; ``journaled_candidates``: those that the journal had
-    from an earlier run, in neither of the other two."""
+    time ran out for; ``seconds``: by stage, compiling among them."""
 
     rows: list[RowResult] = field(default_factory=list)
     passes: dict[tuple[int, int, bool], dict[int, list[JobResult]]] = field(default_factory=dict)
@@ -62,5 +61,4 @@ class Outcome:
     excluded: dict[Candidate, str] = field(default_factory=dict)
     not_reached: list[Shape] = field(default_factory=list)
     measured_candidates: int = 0
-    journaled_candidates: int = 0
     seconds: dict[str, float] = field(default_factory=dict)

@@ -114,7 +114,6 @@ def outcome_json(outcome: Outcome) -> dict:
         "excluded": [one.to_json() | {"reason": reason} for one, reason in outcome.excluded.items()],
         "not_reached": [[shape.n, shape.k] for shape in outcome.not_reached],
         "measured_candidates": outcome.measured_candidates,
-        "journaled_candidates": outcome.journaled_candidates,
         "seconds_by_stage": {stage: round(seconds, 1) for stage, seconds in outcome.seconds.items()},
         "cells": cells,
     }
@@ -144,8 +143,6 @@ def show(console: Console, outcome: Outcome, gpu, written: str | None) -> None:
     between = sum(len(interpolated(row.chosen, row.measured)) for row in outcome.rows)
     won = sum(cell["winner"] is not None for cell in cells)
     line(f"{won} of {len(cells)} measured cells kept, {between} more between two of one config")
-    if outcome.journaled_candidates:
-        line(f"{outcome.journaled_candidates} candidates from the journal, {outcome.measured_candidates} measured in this run")
     for m, mean in means_by_m(cells).items():
         line(
             f"M={m}: geometric mean over {mean['cells']} of {mean['of']} cells: {mean['over_floor']:.3f} x floor, "

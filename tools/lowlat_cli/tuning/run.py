@@ -201,8 +201,6 @@ class Tuner:
                 result = self.supervisor.run(job)
             self.journal.add(job, result)
             self.outcome.measured_candidates += len(job.candidates)
-        else:
-            self.outcome.journaled_candidates += len(job.candidates)
         self._done += _weight(job.stage, len(job.candidates))
         return replace(result, times={c: us for c, us in result.times.items() if c not in self.supervisor.excluded})
 
