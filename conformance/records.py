@@ -45,9 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Collector(config), "lowlat-cell-collector")
 
 
-def _verdict(
-    case, status: Status, reason: str | None, worst_ulps: float | None, worst_share: float | None = None
-) -> CellResult:
+def _verdict(case, status: Status, reason: str | None, worst_ulps: float | None) -> CellResult:
     return CellResult(
         case.arch.name, case.n, case.k, case.m, case.residual, status,
         family=case.family,
@@ -56,7 +54,6 @@ def _verdict(
         reason=reason,
         provenance=case.cell.provenance.kind,
         worst_ulps=worst_ulps,
-        worst_share=worst_share,
     )  # fmt: skip
 
 
@@ -71,8 +68,7 @@ def cell_result(request: pytest.FixtureRequest):
 
     def add(case, report) -> None:
         status = Status.KERNEL if report.ok else Status.FAILED
-        reason = None if report.ok else str(report)
-        _hand_in(request, _verdict(case, status, reason, report.worst_ulps, report.worst_share))
+        _hand_in(request, _verdict(case, status, None if report.ok else str(report), report.worst_ulps))
 
     return add
 

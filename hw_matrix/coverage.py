@@ -110,7 +110,6 @@ class CellState:
     claims: bool
     record: Record | None = None
     worst_ulps: float | None = None
-    worst_share: float | None = None
     reason: str | None = None
 
     @property
@@ -153,9 +152,8 @@ def _state(case: Case, verdicts: Mapping[tuple, list], claims: bool) -> CellStat
         of_kind = [one for one in of_now if one[0] in kinds]
         if of_kind:
             proof, cell, record = of_kind[-1]
-            # (The first records have no share of the bound.)
-            errors = [None if value is None else float(value) for value in (cell["worst_ulps"], cell.get("worst_share"))]
-            return CellState(case, proof, claims, record, *errors, cell["reason"])
+            worst = cell["worst_ulps"]
+            return CellState(case, proof, claims, record, float(worst) if worst is not None else None, cell["reason"])
     return blank
 
 

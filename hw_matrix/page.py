@@ -110,7 +110,7 @@ def _facts(generation: Generation) -> str:
     facts += [(str(count), f"{kind} choices") for kind, count in generation.provenances.items() if count]
     if worst is not None:
         where = f"{worst.case.n} x {worst.case.k}, M = {worst.case.m}"
-        facts.append((f"{100 * worst.worst_share:.0f} %", f"of its bound, the worst error ({where})"))
+        facts.append((f"{worst.worst_ulps:.2f} ulp", f"worst error, within its bound ({where})"))
     if ours is not None:
         facts += [(f"{number(ours)} x", "ours over the floor"), (f"{number(cublas)} x", "cuBLAS over the floor")]
     items = "".join(f"<div><b>{_escape(value)}</b><span>{_escape(text)}</span></div>" for value, text in facts)
@@ -162,9 +162,7 @@ def _cell(state: CellState | None) -> str:
     ]
     known.append(f"choice: {state.case.cell.provenance}")
     if state.worst_ulps is not None:
-        known.append(f"worst error {state.worst_ulps:.3f} ulp of its element")
-    if state.worst_share is not None:
-        known.append(f"worst error {100 * state.worst_share:.0f} % of its bound")
+        known.append(f"worst error {state.worst_ulps:.3f} ulp")
     if state.reason:
         known.append(state.reason)
     if state.record is not None:
@@ -233,6 +231,5 @@ def _words() -> str:
     ]
     items += [
         "<dt>ulp</dt><dd>unit in the last place of BF16 at the exact result; near zero an allowed error is many</dd>",
-        "<dt>bound</dt><dd>what an element may be off by: half a ulp, and the rounding of a sum of K products in FP32</dd>",
     ]
     return f'<h2 id="words">Words</h2><dl>{"".join(items)}</dl>'

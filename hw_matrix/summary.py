@@ -64,9 +64,9 @@ class Generation:
 
     @property
     def worst(self) -> CellState | None:
-        """The cell that used the largest share of its bound among those that ran on hardware."""
-        ran = [state for state in self.states if state.proof is Proof.HARDWARE and state.worst_share is not None]
-        return max(ran, key=lambda state: state.worst_share, default=None)
+        """The cell with the largest error among those that ran on hardware."""
+        ran = [state for state in self.states if state.proof is Proof.HARDWARE and state.worst_ulps is not None]
+        return max(ran, key=lambda state: state.worst_ulps, default=None)
 
     @property
     def stale(self) -> list[Record]:
@@ -144,18 +144,12 @@ def changes(records: Sequence[Record]) -> list[str]:
     """What the newest record says otherwise than the one before of its kind, in sentences; of verdicts and of times."""
     found = []
     verdicts = [record for record in records if record.has_verdicts and record.gpu]
-    if verdicts:
-        alike = [record for record in verdicts if _what_ran(record) == _what_ran(verdicts[-1])]
-        found += _changed_verdicts(*alike[-2:]) if len(alike) > 1 else []
+    if len(verdicts) > 1:
+        found += _changed_verdicts(*verdicts[-2:])
     timed = [record for record in records if times_of(record)]
     if len(timed) > 1:
         found += _changed_times(*timed[-2:])
     return found
-
-
-def _what_ran(record: Record) -> tuple:
-    """Records that differ in this cover other cells: a suite, or a command line without its options."""
-    return record.data.get("kind"), record.data.get("suite")
 
 
 def _on_kernel(record: Record) -> dict[tuple, Mapping]:
@@ -176,10 +170,11 @@ def _changed_verdicts(before: Record, after: Record) -> list[str]:
          "cells ran with another backend or config"),
     ]  # fmt: skip
     said = [f"{count} {text}" for count, text in rows if count]
-    shares = [[float(c["worst_share"]) for c in cells.values() if c.get("worst_share") is not None] for cells in (old, new)]
-    if all(shares):
-        said.append(f"worst error {max(shares[0]):.3f} to {max(shares[1]):.3f} of its bound")
-    said = said or ["nothing"]
+    worst = [
+        max((float(c["worst_ulps"]) for c in cells.values() if c["worst_ulps"] is not None), default=0.0)
+        for cells in (old, new)
+    ]
+    said.append(f"worst error {worst[0]:.3f} to {worst[1]:.3f} ulp")
     return [f"{before.name} to {after.name}: {'; '.join(said)}"]
 
 

@@ -24,7 +24,7 @@ def kernel(case):
 
 @pytest.mark.judges_cells
 def test_cell(case, kernel, cell_result):
-    report = ParityReport(not (WRONG and case.m == 1), 10, 1, 0.25, "[0, 0]", 0.75)
+    report = ParityReport(not (WRONG and case.m == 1), 10, 1, 0.25, "[0, 0]")
     cell_result(case, report)
     assert report.ok
 """

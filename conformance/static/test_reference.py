@@ -83,7 +83,7 @@ def test_threaded_orders_are_accepted_where_all_terms_are_positive(k):
 def test_the_exact_value_rounded_once_is_accepted(dtype):
     reference = reference_gemm(*operands(768))
     report = parity(reference.value.to(dtype), reference)
-    assert report.ok and report.worst_ulps <= 0.5 and 0 < report.worst_share <= 1
+    assert report.ok and report.worst_ulps <= 0.5
 
 
 @pytest.mark.parametrize("k", LENGTHS)
@@ -119,7 +119,7 @@ def test_one_element_off_by_two_units_is_caught(k, steps):
     out[m, n] += steps * ulp(reference.value, torch.bfloat16)[m, n]
     report = parity(out, reference)
     assert (report.ok, report.bad, report.elements) == (False, 1, M * N), report
-    assert report.first_bad.startswith(f"[{m}, {n}]: got ") and report.worst_ulps >= 1.5 and report.worst_share > 1
+    assert report.first_bad.startswith(f"[{m}, {n}]: got ") and report.worst_ulps >= 1.5
 
 
 @pytest.mark.parametrize("k", LENGTHS)
@@ -132,7 +132,7 @@ def test_one_wrong_element_is_caught(k, wrong):
     out[m, n] = values[wrong] if wrong in values else float(wrong)
     report = parity(out, reference)
     assert not report.ok and report.bad == 1 and f"[{m}, {n}]" in report.first_bad, report
-    assert not report.worst_ulps <= 1.5 and not report.worst_share <= 1  # NaN included
+    assert not report.worst_ulps <= 1.5  # NaN included
 
 
 @pytest.mark.parametrize("k", LENGTHS)
@@ -201,7 +201,7 @@ def test_an_overflow_is_expected_where_the_reference_rounds_to_infinity():
     out = reference.value.bfloat16()
     assert out.tolist() == [[math.inf, -math.inf, 1.0]]
     report = parity(out, reference)
-    assert report.ok and report.worst_ulps == 0 and report.worst_share == 0
+    assert report.ok and report.worst_ulps == 0
     out[0, 1] = math.inf
     assert parity(out, reference).bad == 1
     assert parity(torch.tensor([[3e38, -math.inf, 1.0]]).bfloat16(), reference).bad == 1

@@ -103,10 +103,9 @@ class _ShapeCheck:
         # On paper a missing kernel package changes nothing: routing does not need it.
         if decision.runs or decision.refusal.reason is Reason.BACKEND_UNAVAILABLE:
             report = parity(self.operands.framework_result[:m], self.operands.plain.rows(m))
-            errors = {"worst_ulps": report.worst_ulps, "worst_share": report.worst_share}
             if report.ok:
-                return result(Status.REFERENCE, reason=f"no {arch} GPU here", **errors)
-            return result(Status.FAILED, reason=str(report), **errors)
+                return result(Status.REFERENCE, reason=f"no {arch} GPU here", worst_ulps=report.worst_ulps)
+            return result(Status.FAILED, reason=str(report), worst_ulps=report.worst_ulps)
         return self._refused(decision, result)
 
     def _refused(self, decision: Decision, result) -> CellResult:
@@ -131,8 +130,7 @@ class _ShapeCheck:
             return result(Status.FAILED, reason=f"explain said {decision.refusal}, the call ran a kernel")
         report = parity(y, (operands.added if decision.has_residual else operands.plain).rows(m))
         status = Status.KERNEL if report.ok else Status.FAILED
-        reason = None if report.ok else str(report)
-        return result(status, reason=reason, worst_ulps=report.worst_ulps, worst_share=report.worst_share)
+        return result(status, reason=None if report.ok else str(report), worst_ulps=report.worst_ulps)
 
 
 def check_shape(

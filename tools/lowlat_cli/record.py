@@ -41,7 +41,7 @@ class Status(str, enum.Enum):
 @dataclass(frozen=True)
 class CellResult:
     """One cell of one generation. ``worst_ulps``: largest error in units in the last place of the output type (BF16 in
-    every table). ``worst_share``: largest share of the allowed error. ``seconds``: what the test that judged it took."""
+    every table). ``seconds``: what the test that judged it took."""
 
     arch: str
     n: int
@@ -55,7 +55,6 @@ class CellResult:
     reason: str | None = None
     provenance: str | None = None
     worst_ulps: float | None = None
-    worst_share: float | None = None
     seconds: float | None = None
 
     def __str__(self) -> str:
@@ -72,12 +71,7 @@ def make_record(
     command: str, cells: list[CellResult], gpu, started: datetime.datetime, seconds: float, seed: int
 ) -> dict:
     """The record of a run, as plain JSON values. ``seed``: of its random operands, to repeat it."""
-    rows = [
-        asdict(cell)
-        | {"status": cell.status.value}
-        | {key: _finite(getattr(cell, key)) for key in ("worst_ulps", "worst_share")}
-        for cell in cells
-    ]
+    rows = [asdict(cell) | {"status": cell.status.value, "worst_ulps": _finite(cell.worst_ulps)} for cell in cells]
     return _head(command, gpu, started, seconds) | {"seed": seed, "counts": counts(cells), "cells": rows}
 
 
