@@ -13,8 +13,6 @@ from dataclasses import dataclass
 _SASS_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([^;]+?)\s*;")
 _LABEL = re.compile(r"^\s*([.$][\w$.]+):")
 _SASS_TARGET = re.compile(r"`\(([^)]+)\)")
-#: What ``machine_code.with_jump_targets`` puts behind a jump through a table.
-_SASS_TARGETS = re.compile(r"\bBRX R\d+ \(([^)]+)\)")
 _PTX_TARGET = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+)")
 
 
@@ -91,7 +89,6 @@ def parse_sass(text: str) -> Program:
             labels[label[1]] = len(rows)
         elif found := _SASS_LINE.match(line):
             guard, body = found[2], found[3]
-            labels[f"{int(found[1], 16):#x}"] = len(rows)
             one = Instruction(body, guard)
             target = _SASS_TARGET.search(body)
             targets, ends = [], False
@@ -100,11 +97,9 @@ def parse_sass(text: str) -> Program:
             elif one.is_a("BSYNC"):
                 targets = [joins[body.split()[1]]]
             elif one.is_a("BRA", "CALL", "BRX", "JMP", "JMX", "BRXU", "JMXU"):
-                table = _SASS_TARGETS.search(body)
-                if target is None and table is None:
+                if target is None:
                     raise ValueError(f"a jump without a label: {body}")
-                targets = table[1].split(", ") if target is None else [target[1]]
-                ends = not one.is_a("CALL")
+                targets, ends = [target[1]], not one.is_a("CALL")
                 calls += [len(rows)] * one.is_a("CALL")
             elif one.is_a("EXIT", "KILL"):
                 ends = True

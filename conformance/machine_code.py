@@ -16,10 +16,7 @@ from lowlat_gemm.kernels.compiling import compile_now
 
 @dataclass(frozen=True)
 class MachineCode:
-    """One compiled kernel. ``stack_bytes`` and ``local_accesses`` above zero mean spills.
-
-    ``sass``: the text of ``nvdisasm -c``, with the addresses that a jump through a table can go to behind it.
-    """
+    """One compiled kernel. ``stack_bytes`` and ``local_accesses`` above zero mean spills."""
 
     registers: int
     stack_bytes: int
@@ -45,35 +42,7 @@ def read_cubin(path: Path) -> MachineCode:
     if match is None:
         raise ValueError(f"cuobjdump -res-usage says nothing of registers: {usage!r}")
     sass = run(_tool("nvdisasm"), "-c", "-ndf", str(path))
-    if re.search(r"\bBRX\b", sass):
-        sass = with_jump_targets(sass, run(_tool("nvdisasm"), "-ndf", str(path)))
     return MachineCode(int(match[1]), int(match[2]), len(re.findall(r"\b(?:STL|LDL)\b", sass)), sass)
-
-
-_BRX = re.compile(r"(/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?BRX R\d+) (-?0x[0-9a-f]+) ;")
-_JUMP_TABLE = re.compile(r"^\.nv\.constant2\.[^\n]*:\n((?:[^\n]*\.(?:byte|word|dword|short)[^\n]*\n)+)", re.MULTILINE)
-#: Bytes of an instruction.
-_INSTRUCTION = 16
-
-
-def with_jump_targets(sass: str, whole: str) -> str:
-    """``sass`` with every ``BRX Rn offset`` followed by the addresses in parentheses that it can go to.
-
-    ``whole``: what ``nvdisasm`` says of the cubin's data as well. ptxas puts jump tables into constant bank 2: words that
-    count from the instruction behind the BRX plus its offset. A BRX may take any of them: which part is its own the
-    text does not say. ValueError where there is no such table.
-    """
-    tables = _JUMP_TABLE.findall(whole)
-    data = b"".join(bytes(int(byte, 16) for byte in re.findall(r"0x([0-9a-f]{2})\b", table)) for table in tables)
-    if not data or len(data) % 4:
-        raise ValueError(f"a jump through a table, and {len(data)} bytes in constant bank 2")
-    words = [int.from_bytes(data[at : at + 4], "little", signed=True) for at in range(0, len(data), 4)]
-
-    def named(found: re.Match) -> str:
-        base = int(found[2], 16) + _INSTRUCTION + int(found[3], 16)
-        return f"{found[1]} ({', '.join(f'{base + word:#x}' for word in dict.fromkeys(words))}) ;"
-
-    return _BRX.sub(named, sass)
 
 
 @dataclass(frozen=True)
