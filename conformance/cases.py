@@ -12,7 +12,7 @@ from lowlat_gemm.kda_branches import overlap_units
 from lowlat_gemm.kernels import fused_a, kda, skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
-from lowlat_gemm.kernels.registry import backend, every_backend
+from lowlat_gemm.kernels.registry import backend, every_backend, is_foreign
 from lowlat_gemm.kernels.split_k import SplitKConfig
 from lowlat_gemm.models import projection_shapes
 from lowlat_gemm.tables import Cell, available_tables, load_table
@@ -197,13 +197,13 @@ def kda_units(arch: Arch) -> list[CompileUnit]:
 SKINNY_TOKENS = (1, 2, 4)
 
 def projection_shapes_by_default() -> list[tuple[int, int]]:
-    """(N, K) of the projections that GLM-5.3-Flash runs on ``Projection``, DSA's and MTP's, at TP 1 to 8; no table names them."""
+    """(N, K) of what GLM-5.3-Flash runs on ``Projection``: DSA and MTP at TP 1 to 8. No table names them."""
     shapes = [shape for tp in (1, 2, 4, 8) for shape in projection_shapes("glm_5_3_flash", tp)]
     return list(dict.fromkeys((one.n, one.k) for one in shapes if one.name.startswith(("dsa_", "mtp_"))))
 
 
 def projection_units(arch: Arch) -> list[CompileUnit]:
-    """What ``Projection`` compiles: skinny with a static K for the tables' cells, the defaults of both kernels elsewhere.
+    """What ``Projection`` compiles: skinny with a static K for the tables' cells, both kernels' defaults elsewhere.
 
     split_k's default depends on the SM count: that of the device that the generation's table names.
     """
@@ -236,12 +236,22 @@ def _static_skinny(arch: Arch, n: int, k: int, m: int, config: skinny.SkinnyConf
 def written_units(arch: Arch) -> list[CompileUnit]:
     """Every kernel and config of a generation that tables, defaults or tests of other configs can have compiled.
 
-    Kernels that are kept from dispatch are among them: what a table will name has to hold the contract before.
+    Kernels that are kept from dispatch are among them: what a table will name has to hold the contract before. Another
+    package's are not, where it is installed: their code is not ours.
     """
     named = list(filter(None, map(written_unit, table_cases(arch))))
     # Of the test's configs every other one with residual, the rest without: ten minutes of compiling say no more.
     standing = [unit for i, unit in enumerate(split_k_units(arch)) if unit.spec.output_dtype != "bfloat16" or i % 4 in (0, 3)]
-    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing, *kda_units(arch), *overlap_units(arch), *projection_units(arch)]))
+    units = [
+        *named,
+        *compile_units(arch),
+        *fused_a_units(arch),
+        *standing,
+        *kda_units(arch),
+        *overlap_units(arch),
+        *projection_units(arch),
+    ]
+    return list(dict.fromkeys(unit for unit in units if not is_foreign(unit)))
 
 
 def unit_cases(arch: Arch) -> list[Case]:

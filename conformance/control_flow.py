@@ -82,8 +82,8 @@ def _linked(rows: list[tuple[Instruction, list[str], bool]], labels: dict[str, i
 def parse_sass(text: str) -> Program:
     """The program in the output of ``nvdisasm -c``. Raises ValueError for a jump whose target the text does not show.
 
-    BSSY names where its BSYNC goes on. A jump through a table (of ranks, with a split of 8) may go wherever nvdisasm says
-    that the table leads. A called routine may return to behind any call.
+    BSSY names where its BSYNC goes on. A jump through a table (of ranks, with a split of 8) may go wherever nvdisasm
+    says that the table leads. A called routine may return to behind any call.
     """
     rows, labels, joins, calls = [], {}, {}, []
     for line in text.splitlines():

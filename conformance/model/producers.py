@@ -42,12 +42,12 @@ class Producers(Parts):
         self._beside(f"TMA {kind} {i} of {r}", "completes", issued, i + 1, r, stage, full, complete)
 
     def _weight_map(self, thread: Thread, r: int) -> None:
-        """The map is a parameter of the launch: at hand from the first. As a mistake it is in memory, there or seen later."""
+        """The map is a parameter of the launch: at hand from the first. The mistakes have it in memory, seen later."""
         seen, kernel = f"map {r}", "split_k_pipeline.SplitKGemm.kernel"
         in_memory = any(map(self.bug, ("map_on_another_stream", "map_not_acquired", "map_acquired")))
         self.values[seen] = not in_memory
         if in_memory:
-            what = "upload of the map" if self.bug("map_on_another_stream") else "what was at the map's address leaves caches"
+            what = "upload of the map" if self.bug("map_on_another_stream") else "what was there leaves the map's cache"
             self._step(self._thread(f"{what}, {r}"), "is over", writes=[seen], run=lambda v: set_value(v, seen, True))
         if self.bug("map_acquired"):
             self._step(thread, "acquires the map", waits=[seen], ready=lambda v: v[seen])

@@ -177,7 +177,7 @@ def _function(code: str) -> str:
 def _device_functions() -> list[str]:
     """"module.Class.function" or "module.function" of everything in split_k's device code."""
     found = []
-    for module in ("split_k_pipeline", "split_k_epilogue", "split_k_sm90_kernel", "split_k_sm100_kernel", "tensor_memory"):
+    for module in sorted({step.split(".")[0] for step, _ in _named_steps()}):
         for node in ast.parse((KERNELS / f"{module}.py").read_text()).body:
             if isinstance(node, ast.ClassDef):
                 found += [f"{module}.{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)]
@@ -202,7 +202,7 @@ def test_steps_stand_for_code_that_is_there():
 
 
 def test_every_synchronisation_of_the_code_is_in_the_model():
-    """The waits, arrivals and hand-overs of split_k's device code: each is the source of a step that names its function.
+    """The waits, arrivals and hand-overs of split_k's device code: each is a step's source, which names its function.
 
     But for the barrier of one row warpgroup in ``store``, which is one thread here: the emulator follows its warps.
     """

@@ -10,7 +10,8 @@ import torch
 
 from conformance import cases, standing
 from conformance.fakes import clean_settings, clear_caches  # noqa: F401
-from lowlat_gemm.arch import ARCHES, SM90
+from lowlat_gemm.arch import ARCHES, SM90, SM103
+from lowlat_gemm.kernels import flashinfer
 from lowlat_gemm.kernels.registry import every_backend
 from lowlat_gemm.projection import Projection
 from lowlat_gemm.tables import load_table
@@ -83,6 +84,12 @@ def test_what_projection_compiles_by_default_is_checked(arch, monkeypatch, clean
         missing = {cases.unit_id(unit) for unit in units} - {cases.unit_id(unit) for unit in checked}
         assert not missing, f"{arch} {n}x{k}: not compile-checked: {sorted(missing)}"
     assert reached > 100
+
+
+def test_another_packages_kernels_are_not_held_to_our_contract(monkeypatch):
+    foreign = flashinfer.compile_unit(SM103, 6144, 7168, 3, flashinfer.FlashInferConfig("cute-dsl"))
+    monkeypatch.setattr(cases, "overlap_units", lambda arch: [foreign])
+    assert foreign not in cases.written_units(SM103)
 
 
 def test_one_of_the_heads_has_more_than_2_to_the_31_bytes():
