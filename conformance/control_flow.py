@@ -98,7 +98,7 @@ def parse_sass(text: str) -> Program:
                 joins[body.split()[1].rstrip(",")] = target[1]
             elif one.is_a("BSYNC"):
                 targets = [joins[body.split()[1]]]
-            elif one.is_a("BRX") and table is not None:
+            elif one.is_a("BRX", "BRXU") and table is not None:
                 targets, ends = table[1].split(","), True
             elif one.is_a("BRA", "CALL", "BRX", "JMP", "JMX", "BRXU", "JMXU"):
                 if target is None:
