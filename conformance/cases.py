@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowlat_gemm.arch import ARCHES, Arch
 from lowlat_gemm.dispatch import Plan, PlanEntry, plan_for
@@ -12,8 +12,9 @@ from lowlat_gemm.kda_branches import overlap_units
 from lowlat_gemm.kernels import fused_a, kda, skinny, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 from lowlat_gemm.kernels.fused_a import FusedAConfig
-from lowlat_gemm.kernels.registry import backend, every_backend
+from lowlat_gemm.kernels.registry import backend, every_backend, is_foreign
 from lowlat_gemm.kernels.split_k import SplitKConfig
+from lowlat_gemm.models import projection_shapes
 from lowlat_gemm.tables import Cell, available_tables, load_table
 
 
@@ -195,33 +196,62 @@ def kda_units(arch: Arch) -> list[CompileUnit]:
 #: Token counts that ``Projection`` has skinny for; named here, since that file needs torch.
 SKINNY_TOKENS = (1, 2, 4)
 
-#: Projections of GLM-5.3-Flash that no table names: dsa_fused_qkv_a, and dsa_q_b at TP 8.
-PROJECTION_SHAPES = [(2048, 4096), (2048, 1536)]
-H200_SMS = 132
+def projection_shapes_by_default() -> list[tuple[int, int]]:
+    """(N, K) of what GLM-5.3-Flash runs on ``Projection``: DSA and MTP at TP 1 to 8. No table names them."""
+    shapes = [shape for tp in (1, 2, 4, 8) for shape in projection_shapes("glm_5_3_flash", tp)]
+    return list(dict.fromkeys((one.n, one.k) for one in shapes if one.name.startswith(("dsa_", "mtp_"))))
 
 
 def projection_units(arch: Arch) -> list[CompileUnit]:
-    """The defaults of ``Projection``: skinny with a static K, split_k in each token tile, with an FP32 output too."""
+    """What ``Projection`` compiles: skinny with a static K for the tables' cells, both kernels' defaults elsewhere.
+
+    split_k's default depends on the SM count: that of the device that the generation's table names.
+    """
     units = []
-    for n, k in PROJECTION_SHAPES:
+    for case in table_cases(arch):
+        if case.m in SKINNY_TOKENS and case.cell.backend == skinny.NAME and not case.residual:
+            units.append(_static_skinny(arch, case.n, case.k, case.m, skinny.parse_config(case.cell.config)))
+    sm_count = load_table("kimi_k3", arch).device.sm_count
+    for n, k in projection_shapes_by_default():
         for m in SKINNY_TOKENS:
-            config = skinny.with_static_k(arch, skinny.default_config(arch, n, k, m), k)
-            units.append(skinny.compile_unit(arch, n, k, m, config))
-        for m, output in ((8, "float32"), (16, "bfloat16"), (32, "float32"), (64, "bfloat16")):
-            config = split_k.default_config(arch, n, k, m, H200_SMS)
-            units.append(split_k.compile_unit(arch, n, k, m, config, output_dtype=output))
-    return list(dict.fromkeys(units))
+            units.append(_static_skinny(arch, n, k, m, skinny.default_config(arch, n, k, m)))
+        for m in split_k.token_columns(arch):
+            config = split_k.default_config(arch, n, k, m, sm_count)
+            if config is not None and split_k.why_not(arch, n, k, m, config) is None:
+                units.append(split_k.compile_unit(arch, n, k, m, config))
+    # FP32 outputs, which ``PreparedProjection`` has besides.
+    wide = [unit for unit in units if unit is not None and unit.kernel == split_k.NAME][:2]
+    units += [replace(unit, spec=replace(unit.spec, output_dtype="float32")) for unit in wide]
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
+def _static_skinny(arch: Arch, n: int, k: int, m: int, config: skinny.SkinnyConfig | None) -> CompileUnit | None:
+    """skinny compiled for this K; None where the shape has no config, or the predicate refuses it."""
+    config = config and skinny.with_static_k(arch, config, k)
+    if config is None or skinny.why_not(arch, n, k, m, config) is not None:
+        return None
+    return skinny.compile_unit(arch, n, k, m, config)
 
 
 def written_units(arch: Arch) -> list[CompileUnit]:
     """Every kernel and config of a generation that tables, defaults or tests of other configs can have compiled.
 
-    Kernels that are kept from dispatch are among them: what a table will name has to hold the contract before.
+    Kernels that are kept from dispatch are among them: what a table will name has to hold the contract before. Another
+    package's are not, where it is installed: their code is not ours.
     """
     named = list(filter(None, map(written_unit, table_cases(arch))))
     # Of the test's configs every other one with residual, the rest without: ten minutes of compiling say no more.
     standing = [unit for i, unit in enumerate(split_k_units(arch)) if unit.spec.output_dtype != "bfloat16" or i % 4 in (0, 3)]
-    return list(dict.fromkeys([*named, *compile_units(arch), *fused_a_units(arch), *standing, *kda_units(arch), *overlap_units(arch), *projection_units(arch)]))
+    units = [
+        *named,
+        *compile_units(arch),
+        *fused_a_units(arch),
+        *standing,
+        *kda_units(arch),
+        *overlap_units(arch),
+        *projection_units(arch),
+    ]
+    return list(dict.fromkeys(unit for unit in units if not is_foreign(unit)))
 
 
 def unit_cases(arch: Arch) -> list[Case]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 _SASS_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([^;]+?)\s*;")
 _LABEL = re.compile(r"^\s*([.$][\w$.]+):")
 _SASS_TARGET = re.compile(r"`\(([^)]+)\)")
+_SASS_TABLE = re.compile(r'\(\*"BRANCH_TARGETS ([^"]+)"\*\)')
 _PTX_TARGET = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+)")
 
 
@@ -81,7 +82,8 @@ def _linked(rows: list[tuple[Instruction, list[str], bool]], labels: dict[str, i
 def parse_sass(text: str) -> Program:
     """The program in the output of ``nvdisasm -c``. Raises ValueError for a jump whose target the text does not show.
 
-    BSSY names where its BSYNC goes on. A called routine may return to behind any call.
+    BSSY names where its BSYNC goes on. A jump through a table (of ranks, with a split of 8) may go wherever nvdisasm
+    says that the table leads. A called routine may return to behind any call.
     """
     rows, labels, joins, calls = [], {}, {}, []
     for line in text.splitlines():
@@ -90,12 +92,14 @@ def parse_sass(text: str) -> Program:
         elif found := _SASS_LINE.match(line):
             guard, body = found[2], found[3]
             one = Instruction(body, guard)
-            target = _SASS_TARGET.search(body)
+            target, table = _SASS_TARGET.search(body), _SASS_TABLE.search(body)
             targets, ends = [], False
             if one.is_a("BSSY"):
                 joins[body.split()[1].rstrip(",")] = target[1]
             elif one.is_a("BSYNC"):
                 targets = [joins[body.split()[1]]]
+            elif one.is_a("BRX", "BRXU") and table is not None:
+                targets, ends = table[1].split(","), True
             elif one.is_a("BRA", "CALL", "BRX", "JMP", "JMX", "BRXU", "JMXU"):
                 if target is None:
                     raise ValueError(f"a jump without a label: {body}")

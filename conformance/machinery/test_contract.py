@@ -12,8 +12,9 @@ import pytest
 
 from conformance.cases import SPLIT_K_CONFIGS
 from conformance.contract import RULES, breaches
+from conformance.control_flow import parse_sass
 from conformance.machine_code import Compiled, compiled, read_cubin
-from lowlat_gemm.arch import SM90, SM100
+from lowlat_gemm.arch import SM90, SM100, SM107
 from lowlat_gemm.kernels import device, skinny, split_k, tensor_memory
 from lowlat_gemm.kernels.compiling import compile_now
 
@@ -160,3 +161,34 @@ def test_too_much_shared_memory(arch):
 def test_every_rule_is_broken_somewhere():
     broken = {*LEFT_OUT, *(step.split(",")[0] for step in LEFT_OUT_OF_TENSOR_MEMORY), *(rule for rule, _, _ in CHANGED)}
     assert broken == set(RULES)
+
+
+#: A jump through a table, as nvdisasm shows it: to the store before the wait, and to the wait.
+TABLE = """
+        /*0000*/                   LDC R2, c[0x2][R3] ;
+        /*0010*/                   BRX R2 -0x20      (*"BRANCH_TARGETS .L_x_1,.L_x_2"*);
+.L_x_1:
+        /*0020*/                   STG.E desc[UR4][R2.64], R5 ;
+.L_x_2:
+        /*0030*/                   ACQBULK ;
+        /*0040*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize("jump", ["BRX R2", "BRXU UR8"])
+def test_jumps_through_tables_are_followed(jump):
+    text = TABLE.replace("BRX R2", jump)
+    program = parse_sass(text)
+    assert program.following[1] == {2, 3}
+    assert program.before(program.all_of("ACQBULK")) == {0, 1, 2}
+    with pytest.raises(ValueError, match=f"a jump without a label: {jump}"):
+        parse_sass(re.sub(r"\(\*.*\*\)", "", text))
+
+
+@pytest.mark.parametrize("arch", [SM90, SM100, SM107], ids=str)
+def test_a_split_of_eight_holds_the_contract(arch):
+    """Of so many ranks ptxas makes jump tables; on SM107 by uniform registers."""
+    unit = split_k.compile_unit(arch, 4096, 8192, 32, split_k.SplitKConfig(56, 32, 8, 8))
+    made = compiled(unit)
+    assert re.search(r"\bBRXU?\b", made.code.sass), "no jump table: the test says nothing"
+    assert breaches(unit, made) == []

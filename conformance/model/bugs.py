@@ -12,6 +12,8 @@ BUGS = {
         "tokens_before_pdl_wait": "the token producer does not wait for the previous kernel",
         "phase_not_flipped": "the weight producer's phase stays as it was when its ring begins anew",
         "armed_for_too_few": "the barrier for peers' sums expects fewer bytes than they send",
+        "map_on_another_stream": "the weight's tensor map is in memory, its upload in a stream that nothing orders",
+        "map_not_acquired": "the weight's tensor map is in memory, and no fence.proxy.tensormap precedes its use",
         "barriers_unfenced": "the cluster barrier comes before the barriers are there",
     },
     "sm90": {"released_too_early": "a stage is given back while its own wgmma reads it"},
@@ -32,7 +34,8 @@ BUGS = {
 }
 
 
-#: What the code could be and is not, and is right all the same: the first is how the public kernel is repaired.
+#: What the code could be and is not, and is right all the same: how public kernels are repaired.
 HARMLESS = {
-    "sm100": {"one_pointer_barrier_repaired": "one barrier for address and release, and a wait for its phase 0"}
+    "sm90 sm100": {"map_acquired": "the weight's tensor map is in memory, uploaded in this stream, and acquired"},
+    "sm100": {"one_pointer_barrier_repaired": "one barrier for address and release, and a wait for its phase 0"},
 }

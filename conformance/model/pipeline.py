@@ -141,9 +141,10 @@ class Pipeline(Producers, Wgmma, Tcgen05):
             run=run,
         )
 
-    def _end(self, thread: Thread, r: int, *, waits: bool = True) -> None:
-        if waits and self.size.split > 1:
-            self._cluster_wait(thread, "split_k_pipeline.SplitKGemm.kernel")
+    def _end(self, thread: Thread, r: int, waits_in: str | None = "split_k_pipeline.SplitKGemm.kernel") -> None:
+        """``waits_in``: where the thread waits for the cluster before it ends; None: it has waited."""
+        if waits_in is not None and self.size.split > 1:
+            self._cluster_wait(thread, waits_in)
         self._step(thread, "ends", adds=[f"alive {r}"], run=lambda v: add(v, f"alive {r}", -1))
 
     def _cluster_wait(self, thread: Thread, code: str) -> None:
@@ -192,6 +193,15 @@ class Pipeline(Producers, Wgmma, Tcgen05):
             if s.owned(r) and not self.bug("ends_before_sums"):
                 self._receive(thread, r, w)
         if s.owned(r):
+            if s.arch == "sm100":
+                self._step(
+                    thread,
+                    "waits for the previous kernel",
+                    "split_k_epilogue.ClusterEpilogue.store",
+                    "wait_for_previous_kernel()",
+                    waits=["previous finished"],
+                    ready=lambda v: v["previous finished"],
+                )
             self._step(
                 thread,
                 "stores y",
@@ -200,7 +210,7 @@ class Pipeline(Producers, Wgmma, Tcgen05):
                 reads=["previous finished", f"tokens known {r}"],
                 run=lambda v: self._check_store(v, r),
             )
-        self._end(thread, r, waits=False)
+        self._end(thread, r, waits_in=None)
 
     def _check_store(self, view: View, r: int) -> None:
         if not view["previous finished"] or not view[f"tokens known {r}"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .explore import Thread, View
-from .parts import Parts, add, change_barrier
+from .parts import Parts, add, change_barrier, set_value
 
 
 class Producers(Parts):
@@ -18,6 +18,8 @@ class Producers(Parts):
             change_barrier(view, full, arrivals=1, expected=1)
             view[stage] = None
             add(view, issued)
+            if kind == "weight" and not view[f"map {r}"]:
+                view.fail("a weight tile is loaded through a tensor map that is not there yet")
             if kind == "token":
                 if not view["previous finished"]:
                     view.fail("x is read while the previous kernel may write it")
@@ -32,12 +34,24 @@ class Producers(Parts):
             f"loads {kind} tile {i}",
             code,
             f"tma_bar_ptr={'full' if kind == 'weight' else 'token_full'} + slot",
-            reads=["previous finished"] if kind == "token" else [],
+            reads=["previous finished" if kind == "token" else f"map {r}"],
             writes=[stage, *([f"tokens known {r}"] if kind == "token" else [])],
             adds=[full, issued],
             run=issue,
         )
         self._beside(f"TMA {kind} {i} of {r}", "completes", issued, i + 1, r, stage, full, complete)
+
+    def _weight_map(self, thread: Thread, r: int) -> None:
+        """The map is a parameter of the launch: at hand from the first. The mistakes have it in memory, seen later."""
+        seen, kernel = f"map {r}", "split_k_pipeline.SplitKGemm.kernel"
+        in_memory = any(map(self.bug, ("map_on_another_stream", "map_not_acquired", "map_acquired")))
+        self.values[seen] = not in_memory
+        if in_memory:
+            what = "upload of the map" if self.bug("map_on_another_stream") else "what was there leaves the map's cache"
+            self._step(self._thread(f"{what}, {r}"), "is over", writes=[seen], run=lambda v: set_value(v, seen, True))
+        if self.bug("map_acquired"):
+            self._step(thread, "acquires the map", waits=[seen], ready=lambda v: v[seen])
+        self._step(thread, "prefetches the map", kernel, "prefetch_descriptor(tma_w)", reads=[seen])
 
     def _weight_producer(self, r: int) -> None:
         s, code = self.size, "split_k_pipeline.SplitKGemm.load_weights"
@@ -54,6 +68,7 @@ class Producers(Parts):
                 (f"accumulated {r}", 1),
                 (f"drained {r}", s.warpgroups),
             ]
+        self._weight_map(thread, r)
         self._begin(thread, r, counts)
         for i in range(s.tiles):
             if i == s.prefetch:

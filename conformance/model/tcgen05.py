@@ -87,7 +87,7 @@ class Tcgen05(Parts):
             writes=[f"sums {r}"],
             run=free,
         )
-        self._end(thread, r)
+        self._end(thread, r, waits_in="split_k_sm100_kernel.SplitKSm100.multiply_and_finish")
 
     def _issue(self, thread: Thread, issued: str, what: str, code: str, source: str) -> None:
         self._step(thread, f"issues {what}", code, source, adds=[issued], run=lambda v: add(v, issued))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from conformance import cases, standing
 from conformance.fakes import clean_settings, clear_caches  # noqa: F401
-from lowlat_gemm.arch import ARCHES, SM90
+from lowlat_gemm.arch import ARCHES, SM90, SM103
+from lowlat_gemm.kernels import flashinfer
 from lowlat_gemm.kernels.registry import every_backend
+from lowlat_gemm.projection import Projection
 from lowlat_gemm.tables import load_table
 from lowlat_gemm.tables.schema import frozen
 
@@ -57,6 +61,35 @@ def test_every_cell_is_found_by_the_unit_that_it_compiles_from(arch):
     for case in cases.table_cases(arch):
         unit = cases.written_unit(case)
         assert unit is None or case in cases.cells_of_unit(unit), str(case)
+
+
+@pytest.mark.parametrize("arch", ARCHES, ids=str)
+def test_what_projection_compiles_by_default_is_checked(arch, monkeypatch, clean_settings):
+    """Asked of ``Projection`` itself, on the device that the generation's table names."""
+    device = load_table("kimi_k3", arch).device
+    monkeypatch.setattr("lowlat_gemm.projection.device_properties", lambda index: device)
+    checked, reached = set(cases.written_units(arch)), 0
+    rows = [(key.n, key.k) for key, cell in load_table("kimi_k3", arch).cells() if cell.backend == "skinny"]
+    shapes = dict.fromkeys(rows, ()) | dict.fromkeys(cases.projection_shapes_by_default(), range(4, 65))
+    for (n, k), split_k_tokens in shapes.items():
+        projection = object.__new__(Projection)
+        weight = SimpleNamespace(dtype=torch.bfloat16, device=SimpleNamespace(index=0))
+        vars(projection).update(arch=arch, n=n, k=k, weight=weight)
+        asked = [projection._split_k_unit(tokens) for tokens in split_k_tokens]
+        for m in cases.SKINNY_TOKENS:
+            named = projection._cell("skinny", m) is not None
+            asked += [projection._skinny_unit(m)] if named or split_k_tokens else []
+        units = [unit for unit in asked if unit is not None]
+        reached += len(units)
+        missing = {cases.unit_id(unit) for unit in units} - {cases.unit_id(unit) for unit in checked}
+        assert not missing, f"{arch} {n}x{k}: not compile-checked: {sorted(missing)}"
+    assert reached > 100
+
+
+def test_another_packages_kernels_are_not_held_to_our_contract(monkeypatch):
+    foreign = flashinfer.compile_unit(SM103, 6144, 7168, 3, flashinfer.FlashInferConfig("cute-dsl"))
+    monkeypatch.setattr(cases, "overlap_units", lambda arch: [foreign])
+    assert foreign not in cases.written_units(SM103)
 
 
 def test_one_of_the_heads_has_more_than_2_to_the_31_bytes():
