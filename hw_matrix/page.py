@@ -110,7 +110,7 @@ def _facts(generation: Generation) -> str:
     facts += [(str(count), f"{kind} choices") for kind, count in generation.provenances.items() if count]
     if worst is not None:
         where = f"{worst.case.n} x {worst.case.k}, M = {worst.case.m}"
-        facts.append((f"{worst.worst_ulps:.2f} ulp", f"worst error, within its bound ({where})"))
+        facts.append((f"{worst.worst_share:.2f}", f"worst error / its bound ({where})"))
     if ours is not None:
         facts += [(f"{number(ours)} x", "ours over the floor"), (f"{number(cublas)} x", "cuBLAS over the floor")]
     items = "".join(f"<div><b>{_escape(value)}</b><span>{_escape(text)}</span></div>" for value, text in facts)
@@ -161,8 +161,8 @@ def _cell(state: CellState | None) -> str:
         f"{state.case.cell.backend} {config}".strip(),
     ]
     known.append(f"choice: {state.case.cell.provenance}")
-    if state.worst_ulps is not None:
-        known.append(f"worst error {state.worst_ulps:.3f} ulp")
+    if state.worst_share is not None:
+        known.append(f"worst error {state.worst_share:.3f} of its bound")
     if state.reason:
         known.append(state.reason)
     if state.record is not None:
@@ -230,6 +230,7 @@ def _words() -> str:
         f"<dt>{kind}</dt><dd>the choice of kernel: {_escape(text)}</dd>" for kind, text in PROVENANCE_MEANING.items()
     ]
     items += [
-        "<dt>ulp</dt><dd>unit in the last place of BF16 at the exact result; near zero an allowed error is many</dd>",
+        "<dt>bound</dt><dd>what an element may be off: half a unit in the last place of BF16 and the error of FP32 "
+        "accumulation; up to 1 of it is right</dd>",
     ]
     return f'<h2 id="words">Words</h2><dl>{"".join(items)}</dl>'
