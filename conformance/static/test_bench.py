@@ -209,7 +209,8 @@ def test_each_launch_reads_its_copy_of_the_weight(shape_bench, weights):
     expected = [w.data_ptr() for w in shape_bench.weights] if weights == "cold" else [first] * 5
     assert launches == expected and first == again == shape_bench.weights[0].data_ptr()
     assert shape_bench.captured == [(5, True)] and set(cell.timings) == {FLOOR, "exact"}
-    assert cell.checks["exact"] == Check(True, cell.checks["exact"].worst_ulps, cell.checks["exact"].worst_share, ("a kernel",))
+    check = cell.checks["exact"]
+    assert check == Check(True, check.worst_ulps, check.worst_share, ("a kernel",)) and check.worst_share <= 1
 
 
 def test_pdl_off_reaches_the_capture(shape_bench):
