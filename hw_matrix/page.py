@@ -22,6 +22,8 @@ _CLASS = {
     Proof.COMPILED: ("compile", "C"),
     Proof.NONE: ("none", "\u00b7"),
 }
+#: Characters of a command that are shown unfolded.
+_LONG_COMMAND = 60
 _escape = html.escape
 
 
@@ -141,7 +143,7 @@ def _grid(generation: Generation) -> str:
         case = state.case
         rows.setdefault((case.family, case.n, case.k, case.residual), {})[case.m] = state
     tokens = sorted({state.case.m for state in generation.states})
-    head = "".join(f"<th>{m}</th>" for m in tokens)
+    head = "".join(f"<th>{m if m == 1 or m % 4 == 0 else ''}</th>" for m in tokens)  # 64 of them are a blur
     lines = [f'<tr><th>N x K</th>{head}<th class="text">projection</th></tr>']
     for (_, n, k, residual), row in rows.items():
         label = next(iter(row.values())).case.plan.spec.label
@@ -216,9 +218,15 @@ def _record(record: Record) -> str:
         (data["commit"] or "-")[:10],
     ]
     cells = "".join(f'<td class="text">{_escape(value)}</td>' for value in values)
-    return (
-        f'<tr><td>{_escape(record.name)}</td>{cells}<td class="text"><code>{_escape(data["command"])}</code></td></tr>'
-    )
+    return f'<tr><td>{_escape(record.name)}</td>{cells}<td class="text">{_command(data["command"])}</td></tr>'
+
+
+def _command(text: str) -> str:
+    """A long command, such as a suite's with all its files, is folded."""
+    if len(text) <= _LONG_COMMAND:
+        return f"<code>{_escape(text)}</code>"
+    beginning = text[:_LONG_COMMAND].rsplit(" ", 1)[0]
+    return f"<details><summary><code>{_escape(beginning)} ...</code></summary><code>{_escape(text)}</code></details>"
 
 
 def _words() -> str:

@@ -109,6 +109,15 @@ def test_changes_are_those_of_the_last_two_records_of_a_kind():
     ]
 
 
+def test_a_long_command_is_folded_and_whole(tmp_path):
+    (tmp_path / "sm90").mkdir()
+    long = "python -m pytest " + " ".join(f"conformance/gpu/test_{i}.py" for i in range(9))
+    for command, folded in ((long, True), ("lowlat check", False)):
+        (tmp_path / "sm90" / "x.json").write_text(json.dumps(record_of([], command=command)))
+        text = page.render(summarize(tmp_path))
+        assert f"<code>{command}</code>" in text and ("<details>" in text) == folded, command
+
+
 def test_only_records_of_one_series_are_compared():
     cases = table_cases(SM90)[:3]
     suite = Record("suite", record_of([cell_of(c) for c in cases], suite="gpu_sm90"))
