@@ -48,7 +48,7 @@ def render(summary: Summary) -> str:
     parts = [_HEAD, table, "", *missing, *([""] if missing else [])]
     parts += [
         "The worst error, over the cells that ran on hardware, is a share of what its element may be off FP64: half a",
-        "unit in the last place of BF16 and the error of FP32 accumulation. At most 1 is right; `-`: no record says it.",
+        "unit in the last place of BF16 and the error of FP32 accumulation. At most 1 is right; `-`: not recorded.",
         "Times are geometric means over the benchmarked cells that a kernel of ours serves: cold weights, PDL, GEMM",
         "after GEMM; the floor is a streaming read of the weight's bytes in the same run.",
     ]
