@@ -15,7 +15,7 @@ def cell_of(case, status="kernel", **changes) -> dict:
     return {
         "arch": case.arch.name, "n": case.n, "k": case.k, "m": case.m, "residual": case.residual, "status": status,
         "family": case.family, "backend": case.cell.backend, "config": dict(case.cell.config), "reason": None,
-        "provenance": case.cell.provenance.kind, "worst_ulps": 0.5, "seconds": 0.1,
+        "provenance": case.cell.provenance.kind, "worst_ulps": 0.5, "worst_share": 0.25, "seconds": 0.1,
     } | changes  # fmt: skip
 
 

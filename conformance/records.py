@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Collector(config), "lowlat-cell-collector")
 
 
-def _verdict(case, status: Status, reason: str | None, worst_ulps: float | None) -> CellResult:
+def _verdict(case, status: Status, reason: str | None, report=None) -> CellResult:
     return CellResult(
         case.arch.name, case.n, case.k, case.m, case.residual, status,
         family=case.family,
@@ -53,7 +53,8 @@ def _verdict(case, status: Status, reason: str | None, worst_ulps: float | None)
         config=dict(case.cell.config),
         reason=reason,
         provenance=case.cell.provenance.kind,
-        worst_ulps=worst_ulps,
+        worst_ulps=None if report is None else report.worst_ulps,
+        worst_share=None if report is None else report.worst_share,
     )  # fmt: skip
 
 
@@ -68,21 +69,21 @@ def cell_result(request: pytest.FixtureRequest):
 
     def add(case, report) -> None:
         status = Status.KERNEL if report.ok else Status.FAILED
-        _hand_in(request, _verdict(case, status, None if report.ok else str(report), report.worst_ulps))
+        _hand_in(request, _verdict(case, status, None if report.ok else str(report), report))
 
     return add
 
 
 @pytest.fixture
 def unit_result(request: pytest.FixtureRequest):
-    """``unit_result(unit, status, worst_ulps=None)`` says of all cells with that compile unit what was shown without a
-    GPU: ``Status.COMPILED`` or ``Status.MODEL``."""
+    """``unit_result(unit, status, report=None)`` says of all cells with that compile unit what was shown without a GPU:
+    ``Status.COMPILED``, or ``Status.MODEL`` with its parity report."""
     from conformance.cases import cells_of_unit
 
-    def add(unit, status: Status, worst_ulps: float | None = None) -> None:
+    def add(unit, status: Status, report=None) -> None:
         assert status in (Status.COMPILED, Status.MODEL), status
         for case in cells_of_unit(unit):
-            _hand_in(request, _verdict(case, status, None, worst_ulps))
+            _hand_in(request, _verdict(case, status, None, report))
 
     return add
 
@@ -133,7 +134,7 @@ def _missing(config: pytest.Config) -> list[CellResult]:
         outcome = config.stash[_TESTS].get(nodeid, ("not run",))[0]
         if case is not None and outcome != "skipped" and _key(case) not in judged:
             status = Status.WAIVED if outcome == "waived" else Status.FAILED
-            lost.append(_verdict(case, status, "its test ended before a verdict", None))
+            lost.append(_verdict(case, status, "its test ended before a verdict"))
     return lost
 
 

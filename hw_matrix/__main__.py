@@ -66,7 +66,7 @@ def print_status(summary: Summary) -> None:
         grid.add_row(kind, *(str(one.provenances[kind] or "") for one in generations))
     grid.add_section()
     grid.add_row(
-        "worst error, ulp", *("" if one.worst is None else f"{one.worst.worst_ulps:.3f}" for one in generations)
+        "worst error / bound", *("" if one.worst is None else f"{one.worst.worst_share:.3f}" for one in generations)
     )
     OUT.print(grid)
     for generation in summary.generations:

@@ -81,6 +81,12 @@ class Record:
         return any("status" in cell for cell in self.data.get("cells", ()))
 
     @property
+    def series(self) -> tuple[str, str | None]:
+        """What it is a record of: only those of one series cover the same cells and can be compared."""
+        words = self.data["command"].split()
+        return self.data.get("kind") or " ".join(words[1:2]), self.data.get("suite")
+
+    @property
     def gpu(self) -> str | None:
         gpu = self.data["machine"]["gpu"]
         return None if gpu is None else gpu["name"]
@@ -103,13 +109,14 @@ def cell_key(cell: Mapping) -> tuple:
 
 @dataclass(frozen=True)
 class CellState:
-    """One cell of a table and what is shown of it. ``claims``: it needs a hardware record."""
+    """One cell of a table and what is shown of it. ``claims``: it needs a hardware record. ``worst_share``: largest
+    error as a share of its bound; None where nothing was compared, or the record is from before records had it."""
 
     case: Case
     proof: Proof
     claims: bool
     record: Record | None = None
-    worst_ulps: float | None = None
+    worst_share: float | None = None
     reason: str | None = None
 
     @property
@@ -152,7 +159,7 @@ def _state(case: Case, verdicts: Mapping[tuple, list], claims: bool) -> CellStat
         of_kind = [one for one in of_now if one[0] in kinds]
         if of_kind:
             proof, cell, record = of_kind[-1]
-            worst = cell["worst_ulps"]
+            worst = cell.get("worst_share")
             return CellState(case, proof, claims, record, float(worst) if worst is not None else None, cell["reason"])
     return blank
 

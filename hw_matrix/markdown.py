@@ -24,7 +24,7 @@ def _row(generation: Generation) -> list[str]:
         str(len(generation.states)),
         *(str(count or "") for count in generation.proofs.values()),
         *(str(count or "") for count in generation.provenances.values()),
-        number(None if worst is None else worst.worst_ulps, 3),
+        number(None if worst is None else worst.worst_share, 3),
         number(generation.mean_over_floor(OURS)),
         number(generation.mean_over_floor(CUBLAS)),
     ]
@@ -33,7 +33,7 @@ def _row(generation: Generation) -> list[str]:
 def render(summary: Summary) -> str:
     first = summary.generations[0]
     columns = [
-        "generation", "cells", *map(str, first.proofs), *first.provenances, "worst error, ulp",
+        "generation", "cells", *map(str, first.proofs), *first.provenances, "worst error / bound",
         "ours / floor", "cuBLAS / floor",
     ]  # fmt: skip
     rows = [columns, ["---"] + ["---:"] * (len(columns) - 1), *map(_row, summary.generations)]
@@ -47,7 +47,8 @@ def render(summary: Summary) -> str:
     said = [f"- {change}" for generation in summary.generations for change in generation.changes]
     parts = [_HEAD, table, "", *missing, *([""] if missing else [])]
     parts += [
-        "The worst error is in units in the last place of BF16, against FP64, over the cells that ran on hardware.",
+        "The worst error, over the cells that ran on hardware, is a share of what its element may be off FP64: half a",
+        "unit in the last place of BF16 and the error of FP32 accumulation. At most 1 is right; `-`: not recorded.",
         "Times are geometric means over the benchmarked cells that a kernel of ours serves: cold weights, PDL, GEMM",
         "after GEMM; the floor is a streaming read of the weight's bytes in the same run.",
     ]

@@ -22,6 +22,8 @@ _CLASS = {
     Proof.COMPILED: ("compile", "C"),
     Proof.NONE: ("none", "\u00b7"),
 }
+#: Characters of a command that are shown unfolded.
+_LONG_COMMAND = 60
 _escape = html.escape
 
 
@@ -110,7 +112,7 @@ def _facts(generation: Generation) -> str:
     facts += [(str(count), f"{kind} choices") for kind, count in generation.provenances.items() if count]
     if worst is not None:
         where = f"{worst.case.n} x {worst.case.k}, M = {worst.case.m}"
-        facts.append((f"{worst.worst_ulps:.2f} ulp", f"worst error, within its bound ({where})"))
+        facts.append((f"{worst.worst_share:.2f}", f"worst error / its bound ({where})"))
     if ours is not None:
         facts += [(f"{number(ours)} x", "ours over the floor"), (f"{number(cublas)} x", "cuBLAS over the floor")]
     items = "".join(f"<div><b>{_escape(value)}</b><span>{_escape(text)}</span></div>" for value, text in facts)
@@ -141,7 +143,7 @@ def _grid(generation: Generation) -> str:
         case = state.case
         rows.setdefault((case.family, case.n, case.k, case.residual), {})[case.m] = state
     tokens = sorted({state.case.m for state in generation.states})
-    head = "".join(f"<th>{m}</th>" for m in tokens)
+    head = "".join(f"<th>{m if m == 1 or m % 4 == 0 else ''}</th>" for m in tokens)  # 64 of them are a blur
     lines = [f'<tr><th>N x K</th>{head}<th class="text">projection</th></tr>']
     for (_, n, k, residual), row in rows.items():
         label = next(iter(row.values())).case.plan.spec.label
@@ -161,8 +163,8 @@ def _cell(state: CellState | None) -> str:
         f"{state.case.cell.backend} {config}".strip(),
     ]
     known.append(f"choice: {state.case.cell.provenance}")
-    if state.worst_ulps is not None:
-        known.append(f"worst error {state.worst_ulps:.3f} ulp")
+    if state.worst_share is not None:
+        known.append(f"worst error {state.worst_share:.3f} of its bound")
     if state.reason:
         known.append(state.reason)
     if state.record is not None:
@@ -216,9 +218,15 @@ def _record(record: Record) -> str:
         (data["commit"] or "-")[:10],
     ]
     cells = "".join(f'<td class="text">{_escape(value)}</td>' for value in values)
-    return (
-        f'<tr><td>{_escape(record.name)}</td>{cells}<td class="text"><code>{_escape(data["command"])}</code></td></tr>'
-    )
+    return f'<tr><td>{_escape(record.name)}</td>{cells}<td class="text">{_command(data["command"])}</td></tr>'
+
+
+def _command(text: str) -> str:
+    """A long command, such as a suite's with all its files, is folded."""
+    if len(text) <= _LONG_COMMAND:
+        return f"<code>{_escape(text)}</code>"
+    beginning = text[:_LONG_COMMAND].rsplit(" ", 1)[0]
+    return f"<details><summary><code>{_escape(beginning)} ...</code></summary><code>{_escape(text)}</code></details>"
 
 
 def _words() -> str:
@@ -230,6 +238,7 @@ def _words() -> str:
         f"<dt>{kind}</dt><dd>the choice of kernel: {_escape(text)}</dd>" for kind, text in PROVENANCE_MEANING.items()
     ]
     items += [
-        "<dt>ulp</dt><dd>unit in the last place of BF16 at the exact result; near zero an allowed error is many</dd>",
+        "<dt>bound</dt><dd>what an element may be off: half a unit in the last place of BF16 and the error of FP32 "
+        "accumulation; up to 1 of it is right</dd>",
     ]
     return f'<h2 id="words">Words</h2><dl>{"".join(items)}</dl>'

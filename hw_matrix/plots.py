@@ -52,7 +52,7 @@ def over_floor_by_tokens(generation: Generation) -> str | None:
     if not tokens:
         return None
     with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(6.4, 3.0))
+        figure, axes = plt.subplots(figsize=(max(6.4, 0.44 * len(tokens)), 3.2))  # tick labels side by side
         for who, colour, name, marker in ((CUBLAS, _CUBLAS, "cuBLAS", "s"), (OURS, _OURS, "ours", "o")):
             means = [generation.mean_over_floor(who, m) for m in tokens]
             axes.plot(range(len(tokens)), means, color=colour, marker=marker, linewidth=1.8, markersize=5)

@@ -64,9 +64,9 @@ class Generation:
 
     @property
     def worst(self) -> CellState | None:
-        """The cell with the largest error among those that ran on hardware."""
-        ran = [state for state in self.states if state.proof is Proof.HARDWARE and state.worst_ulps is not None]
-        return max(ran, key=lambda state: state.worst_ulps, default=None)
+        """The cell with the largest error, as a share of its bound, among those that ran on hardware."""
+        ran = [state for state in self.states if state.proof is Proof.HARDWARE and state.worst_share is not None]
+        return max(ran, key=lambda state: state.worst_share, default=None)
 
     @property
     def stale(self) -> list[Record]:
@@ -141,14 +141,16 @@ def newest_times(records: Iterable[Record]) -> list[Times]:
 
 
 def changes(records: Sequence[Record]) -> list[str]:
-    """What the newest record says otherwise than the one before of its kind, in sentences; of verdicts and of times."""
-    found = []
+    """What the newest record of each series says otherwise than the one before, in sentences; ``records``: oldest
+    first."""
     verdicts = [record for record in records if record.has_verdicts and record.gpu]
-    if len(verdicts) > 1:
-        found += _changed_verdicts(*verdicts[-2:])
     timed = [record for record in records if times_of(record)]
-    if len(timed) > 1:
-        found += _changed_times(*timed[-2:])
+    found = []
+    for kind, say in ((verdicts, _changed_verdicts), (timed, _changed_times)):
+        for series in dict.fromkeys(record.series for record in kind):
+            last_two = [record for record in kind if record.series == series][-2:]
+            if len(last_two) == 2:
+                found += say(*last_two)
     return found
 
 
@@ -170,12 +172,11 @@ def _changed_verdicts(before: Record, after: Record) -> list[str]:
          "cells ran with another backend or config"),
     ]  # fmt: skip
     said = [f"{count} {text}" for count, text in rows if count]
-    worst = [
-        max((float(c["worst_ulps"]) for c in cells.values() if c["worst_ulps"] is not None), default=0.0)
-        for cells in (old, new)
-    ]
-    said.append(f"worst error {worst[0]:.3f} to {worst[1]:.3f} ulp")
-    return [f"{before.name} to {after.name}: {'; '.join(said)}"]
+    shares = [[c["worst_share"] for c in cells.values() if c.get("worst_share") is not None] for cells in (old, new)]
+    if all(shares):
+        worst = [max(map(float, found)) for found in shares]
+        said.append(f"worst error {worst[0]:.3f} to {worst[1]:.3f} of its bound")
+    return [f"{before.name} to {after.name}: {'; '.join(said) or 'the same verdicts'}"]
 
 
 def _changed_times(before: Record, after: Record) -> list[str]:

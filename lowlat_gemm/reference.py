@@ -47,17 +47,24 @@ class Reference:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Elementwise verdict. ``worst_ulps``: largest |out - ref| in units in the last place of the output type."""
+    """Elementwise verdict.
+
+    ``worst_share``: largest |out - ref| as a share of what is allowed at its element; at most 1 exactly when every
+    element is right, NaN where one is. ``worst_ulps``: largest |out - ref| in units in the last place of the output
+    type at the element itself. Where the terms of a dot product cancel, the unit is that of the small remainder while
+    the FP32 accumulation erred by the terms: right results may have thousands of units there.
+    """
 
     ok: bool
     elements: int
     bad: int
     worst_ulps: float
+    worst_share: float
     first_bad: str | None
 
     def __str__(self) -> str:
         if self.ok:
-            return f"{self.elements} elements within the bound, worst {self.worst_ulps:.3f} ulp"
+            return f"{self.elements} elements within the bound, worst at {self.worst_share:.3f} of it"
         return f"{self.bad} of {self.elements} elements outside the bound; first {self.first_bad}"
 
 
@@ -99,26 +106,28 @@ def error_bound(reference: Reference, dtype) -> "torch.Tensor":
 def parity(out, reference: Reference) -> ParityReport:
     """Judges ``out`` [M, N] elementwise against ``reference``.
 
-    NaN, infinity and a value that was never written are outside every bound. An overflow of the output type is
-    expected exactly where the reference rounds to infinity. Raises ValueError when the shapes differ.
+    NaN, infinity and a value that was never written are outside every bound. An infinity is expected exactly where
+    the reference rounds to it, or is one because an operand is. Raises ValueError when the shapes differ.
     """
     import torch
 
     if tuple(out.shape) != tuple(reference.value.shape):
         raise ValueError(f"out is {tuple(out.shape)}, the reference {tuple(reference.value.shape)}")
     if out.numel() == 0:
-        return ParityReport(True, 0, 0, 0.0, None)
+        return ParityReport(True, 0, 0, 0.0, 0.0, None)
     want = reference.value
     bound = error_bound(reference, out.dtype)
     rounded = want.to(out.dtype)
     same = out == rounded  # covers infinities of the same sign
     error = (out.double() - want).abs()
-    good = same | (error <= bound)  # a NaN compares false
-    finite_error = torch.where(same & ~torch.isfinite(rounded), torch.zeros_like(error), error)
-    worst = (finite_error / ulp(want, out.dtype)).max().item()  # max propagates NaN: it cannot hide
+    error = torch.where(same & ~torch.isfinite(rounded), torch.zeros_like(error), error)
+    # Where an operand is infinite the bound is too, and would allow anything: there error / bound is NaN.
+    share = torch.where(error == 0, error, error / bound)
+    good = share <= 1  # a NaN compares false
+    worst_ulps = (error / ulp(want, out.dtype)).max().item()  # max propagates NaN: it cannot hide
     bad = int((~good).sum().item())
     first_bad = None
     if bad:
         m, n = (~good).nonzero()[0].tolist()
         first_bad = f"[{m}, {n}]: got {out[m, n].item()!r}, want {want[m, n].item()!r} +- {bound[m, n].item():.3g}"
-    return ParityReport(bad == 0, out.numel(), bad, worst, first_bad)
+    return ParityReport(bad == 0, out.numel(), bad, worst_ulps, share.max().item(), first_bad)

@@ -24,7 +24,7 @@ def kernel(case):
 
 @pytest.mark.judges_cells
 def test_cell(case, kernel, cell_result):
-    report = ParityReport(not (WRONG and case.m == 1), 10, 1, 0.25, "[0, 0]")
+    report = ParityReport(not (WRONG and case.m == 1), 10, 1, 0.25, 0.125, "[0, 0]")
     cell_result(case, report)
     assert report.ok
 """
@@ -43,8 +43,8 @@ def _run(folder, *options, **environ):
 def test_all_judged(tmp_path):
     done, (record,) = _run(tmp_path, "--record", "r.json")
     assert done.returncode == 0, done.stdout
-    assert [(c["n"], c["k"], c["m"], c["status"], c["worst_ulps"]) for c in record["cells"]] == [
-        (case.n, case.k, case.m, "kernel", 0.25) for case in CASES
+    assert [(c["n"], c["k"], c["m"], c["status"], c["worst_ulps"], c["worst_share"]) for c in record["cells"]] == [
+        (case.n, case.k, case.m, "kernel", 0.25, 0.125) for case in CASES
     ]
     assert record["cells"][0]["config"] == dict(CASES[0].cell.config) and record["counts"]["kernel"] == 3
     built, all_cells = len(kernel_cases(SM90)), len(table_cases(SM90))

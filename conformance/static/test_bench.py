@@ -27,7 +27,7 @@ H200 = Gpu(0, DeviceProperties("NVIDIA H200", (9, 0), 132, 4814.0), SM90)
 
 def _cell(m=1, mode=Mode(), skipped=None, **us):
     timings = {name.replace("_", " "): Timing(value, value, value) for name, value in us.items()}
-    checks = {name: Check(True, 0.5, ("kernel",)) for name in timings}
+    checks = {name: Check(True, 0.5, 0.5, ("kernel",)) for name in timings}
     backend = "skinny" if OURS in us else None
     return BenchCell(1000, 1000, m, mode, 2_000_000, 600, backend, timings, checks, skipped or {})
 
@@ -209,7 +209,8 @@ def test_each_launch_reads_its_copy_of_the_weight(shape_bench, weights):
     expected = [w.data_ptr() for w in shape_bench.weights] if weights == "cold" else [first] * 5
     assert launches == expected and first == again == shape_bench.weights[0].data_ptr()
     assert shape_bench.captured == [(5, True)] and set(cell.timings) == {FLOOR, "exact"}
-    assert cell.checks["exact"] == Check(True, cell.checks["exact"].worst_ulps, ("a kernel",))
+    check = cell.checks["exact"]
+    assert check == Check(True, check.worst_ulps, check.worst_share, ("a kernel",)) and check.worst_share <= 1
 
 
 def test_pdl_off_reaches_the_capture(shape_bench):
@@ -267,7 +268,7 @@ def test_cublas_is_timed_with_its_error_in_the_record(shape_bench, monkeypatch):
     monkeypatch.setattr(torch, "mm", lambda x, w, out: out.copy_(x.double() @ w.double()).add_(64))
     (cell,) = bench.bench_cell(shape_bench, 2, [Mode()], [Cublas()], replays=3)
     row = cell.to_json()
-    assert CUBLAS in cell.timings and row["checks"][CUBLAS]["ok"] is False and row["checks"][CUBLAS]["worst_ulps"] > 1
+    assert CUBLAS in cell.timings and row["checks"][CUBLAS]["ok"] is False and row["checks"][CUBLAS]["worst_share"] > 1
 
 
 def test_what_a_result_leaves_unwritten_is_wrong(shape_bench):

@@ -53,7 +53,6 @@ def test_ratios_and_medians():
 
 def test_what_is_timed_runs_on_our_kernel(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(host_cost, "ROUNDS", 1)
     planned, plain = toy_linear(), toy_linear()
     enable_low_latency_gemm(planned, torch.bfloat16)
     monkeypatch.setattr(host_cost, "in_turns", lambda calls: {
@@ -71,9 +70,12 @@ def test_only_cells_with_a_kernel_are_timed(gpu, monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
     monkeypatch.setattr(torch.nn, "Linear", lambda k, n, bias, dtype, device: real(k, n, bias, dtype=dtype))
     monkeypatch.setattr(host_cost, "enable_low_latency_gemm", lambda module, dtype: None)
+    compiled = []
+    monkeypatch.setattr(host_cost, "compile_ahead", lambda units: compiled.append(len(timed)) or list(units))
     monkeypatch.setattr(host_cost, "host_cell", lambda planned, plain, x, name: timed.append((tuple(x.shape), name)))
     host_cost.run_host([Shape(N, K, ()), Shape(N + 8, K, ())], [1, 3, 4, 5], H200)
     assert timed == [((1, K), "skinny"), ((4, K), "skinny")]
+    assert compiled == [0], "compiled once for all shapes, before anything is timed"
 
 
 def test_the_record_reads_back():

@@ -95,18 +95,57 @@ def test_changes_are_those_of_the_last_two_records_of_a_kind():
     cases = table_cases(SM90)[:4]
     before = Record("before", record_of([cell_of(c) for c in cases[:3]]))
     after = Record(
-        "after", record_of([cell_of(cases[0], "failed"), cell_of(cases[1], worst_ulps=0.75), cell_of(cases[3])])
+        "after", record_of([cell_of(cases[0], "failed"), cell_of(cases[1], worst_share=0.75), cell_of(cases[3])])
     )
     said = changes([before, after])
     assert said == [
         "before to after: 1 cells ran that had not run before; 1 cells that had run did not run; 1 cells became wrong; "
-        "worst error 0.500 to 0.750 ulp"
+        "worst error 0.250 to 0.750 of its bound"
     ]
     said = changes([_bench("2026-12-01", 12.0), _bench("2026-12-02", 15.0)])
     assert said == [
         "bench 2026-12-01 to bench 2026-12-02: ours over the floor changed by +25.0 % over 2 cells; "
         "0 faster, 2 slower by more than 3 %"
     ]
+
+
+def test_a_long_command_is_folded_and_whole(tmp_path):
+    (tmp_path / "sm90").mkdir()
+    long = "python -m pytest " + " ".join(f"conformance/gpu/test_{i}.py" for i in range(9))
+    for command, folded in ((long, True), ("lowlat check", False)):
+        (tmp_path / "sm90" / "x.json").write_text(json.dumps(record_of([], command=command)))
+        text = page.render(summarize(tmp_path))
+        assert f"<code>{command}</code>" in text and ("<details>" in text) == folded, command
+
+
+def test_only_records_of_one_series_are_compared():
+    cases = table_cases(SM90)[:3]
+    suite = Record("suite", record_of([cell_of(c) for c in cases], suite="gpu_sm90"))
+    check = Record("check", record_of([cell_of(cases[0])], kind=None, command="lowlat check --require-gpu"))
+    assert changes([suite, check]) == [], "a check covers fewer cells than a suite: nothing changed"
+    later = Record("later", record_of([cell_of(c) for c in cases], suite="gpu_sm90"))
+    assert changes([suite, check, later]) == ["suite to later: worst error 0.250 to 0.250 of its bound"]
+    tuned = Record("tuned", _bench("2026-12-02", 15.0).data | {"kind": None, "command": "lowlat tune"})
+    assert changes([_bench("2026-12-01", 12.0), tuned]) == []
+
+
+def test_the_worst_error_is_a_share_of_its_bound_and_unsaid_by_older_records(tmp_path):
+    cases = table_cases(SM90)[:2]
+    (tmp_path / "sm90").mkdir()
+    for shares, wanted in (([0.25, 0.875], "0.875"), ([None, None], "-")):
+        cells = [cell_of(case, worst_ulps=53249.75, worst_share=share) for case, share in zip(cases, shares)]
+        if shares[0] is None:
+            cells = [{key: value for key, value in cell.items() if key != "worst_share"} for cell in cells]
+        (tmp_path / "sm90" / "x.json").write_text(json.dumps(record_of(cells)))
+        summary = summarize(tmp_path)
+        lines = markdown.render(summary).splitlines()
+        row = dict(zip(*([word.strip() for word in line.split("|")] for line in (
+            next(line for line in lines if line.startswith("| generation")),
+            next(line for line in lines if line.startswith("| SM90")),
+        ))))
+        assert row["worst error / bound"] == wanted, row
+        assert ("worst error / its bound" in page.render(summary)) == (wanted != "-")
+        assert "53249" not in page.render(summary)
 
 
 def test_the_newest_times_in_the_usual_mode_count():

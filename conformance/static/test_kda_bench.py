@@ -31,7 +31,7 @@ H200 = Gpu(0, device_of(SM90), SM90)
 def cell(m: int, overlap: float, sequential: float, chain: str = BACK_TO_BACK) -> KdaCell:
     us = {OVERLAP: overlap, IN_TURN: 23.0, SEQUENTIAL: sequential, CUBLAS: 30.0}
     timings = {name: Timing(value, value, value) for name, value in us.items()}
-    return KdaCell(m, chain, 14, timings, {name: Check(True, 0.5) for name in us})
+    return KdaCell(m, chain, 14, timings, {name: Check(True, 0.5, 0.5) for name in us})
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_run_times_every_way_in_every_chain(layers, monkeypatch):
         return {name: Timing(1.0, 1.0, 1.0) for name in graphs}
 
     layers.ways = lambda m: dict.fromkeys((OVERLAP, IN_TURN, SEQUENTIAL, CUBLAS), lambda x, packed, f_b: (x, x, x))
-    layers.check = lambda way, m: Check(True, 0.1)
+    layers.check = lambda way, m: Check(True, 0.1, 0.1)
     monkeypatch.setattr(kda_bench, "Layers", lambda gpu, most: layers)
     monkeypatch.setattr(kda_bench, "interleaved", fake_times)
     monkeypatch.setattr(kda_bench, "compile_ahead", lambda units: {})

@@ -83,7 +83,7 @@ def test_threaded_orders_are_accepted_where_all_terms_are_positive(k):
 def test_the_exact_value_rounded_once_is_accepted(dtype):
     reference = reference_gemm(*operands(768))
     report = parity(reference.value.to(dtype), reference)
-    assert report.ok and report.worst_ulps <= 0.5
+    assert report.ok and report.worst_ulps <= 0.5 and report.worst_share <= 1
 
 
 @pytest.mark.parametrize("k", LENGTHS)
@@ -119,7 +119,7 @@ def test_one_element_off_by_two_units_is_caught(k, steps):
     out[m, n] += steps * ulp(reference.value, torch.bfloat16)[m, n]
     report = parity(out, reference)
     assert (report.ok, report.bad, report.elements) == (False, 1, M * N), report
-    assert report.first_bad.startswith(f"[{m}, {n}]: got ") and report.worst_ulps >= 1.5
+    assert report.first_bad.startswith(f"[{m}, {n}]: got ") and report.worst_ulps >= 1.5 and report.worst_share > 1
 
 
 @pytest.mark.parametrize("k", LENGTHS)
@@ -132,7 +132,7 @@ def test_one_wrong_element_is_caught(k, wrong):
     out[m, n] = values[wrong] if wrong in values else float(wrong)
     report = parity(out, reference)
     assert not report.ok and report.bad == 1 and f"[{m}, {n}]" in report.first_bad, report
-    assert not report.worst_ulps <= 1.5  # NaN included
+    assert not report.worst_ulps <= 1.5 and not report.worst_share <= 1  # NaN included
 
 
 @pytest.mark.parametrize("k", LENGTHS)
@@ -177,6 +177,22 @@ def test_a_value_where_the_truth_is_exactly_zero_is_caught():
         report = parity(out, reference)
         assert not report.ok and report.bad == 1, f"{value} accepted for 0: {report}"
         assert report.worst_ulps > 1, f"{value} for 0 is {report.worst_ulps} units"
+
+
+def test_terms_that_cancel_have_many_units_and_a_small_share():
+    x, weight = torch.tensor([[256.0, 256.0, 2.0**-8]]).bfloat16(), torch.tensor([[1.0, -1.0, 1.0]]).bfloat16()
+    reference = reference_gemm(x, weight)
+    report = parity(reference.value.bfloat16() + 2.0**-13, reference)  # what FP32 may lose of 256
+    assert report.ok and report.worst_ulps >= 4 and 0 < report.worst_share < 0.5, report
+
+
+def test_an_infinite_operand_allows_infinity_alone():
+    reference = reference_gemm(torch.tensor([[math.inf]]).bfloat16(), torch.tensor([[1.0], [-1.0]]).bfloat16())
+    right = torch.tensor([[math.inf, -math.inf]]).bfloat16()
+    assert parity(right, reference).ok and parity(right, reference).worst_share == 0
+    for wrong in (3.0, math.nan, -math.inf):
+        report = parity(torch.tensor([[wrong, -math.inf]]).bfloat16(), reference)
+        assert report.bad == 1 and not report.worst_share <= 1, f"{wrong} for infinity: {report}"
 
 
 def test_both_zeros_are_zero():

@@ -93,6 +93,7 @@ def test_a_cut_run_goes_on_from_its_journal(lowlat, fake_gpu, tmp_path, monkeypa
     assert code == 1 and used and not used & set(fake_gpu), used
     whole, text = journal.read_text(), table.read_text()
     first = json.loads(record.read_text())
+    assert (first["journal_jobs"], first["journal_candidates"]) == (0, 0) and "from the journal" not in said
     jobs = sum('"job"' in line for line in whole.splitlines())
     for cut in (len(whole), len(whole) // 2, len(whole) // 4):
         table.unlink()
@@ -105,7 +106,11 @@ def test_a_cut_run_goes_on_from_its_journal(lowlat, fake_gpu, tmp_path, monkeypa
             code, said, _, _ = run(lowlat, tmp_path, "--journal", str(journal))
         assert code == 1 and len(measured) == jobs - left, f"cut at {cut} of {len(whole)}: {len(measured)} jobs, expected {jobs - left}"
         assert table.read_text() == text, f"cut at {cut}"
-        assert json.loads(record.read_text())["cells"] == first["cells"] and "wrong" in said
+        found = json.loads(record.read_text())
+        assert found["cells"] == first["cells"] and "wrong" in said
+        assert (found["journal_jobs"], found["measured_jobs"]) == (left, jobs - left), f"cut at {cut}"
+        assert found["journal_candidates"] + found["measured_candidates"] == first["measured_candidates"] > 0
+        assert f"from the journal: {found['journal_candidates']} candidates in {left} jobs" in said
 
 
 def test_time_that_runs_out_is_said(lowlat, fake_gpu, tmp_path):

@@ -35,11 +35,15 @@ class Check:
 
     ok: bool
     worst_ulps: float
+    worst_share: float
     kernels: tuple[str, ...] | None = None
 
     def to_json(self) -> dict:
-        worst = round(self.worst_ulps, 3) if math.isfinite(self.worst_ulps) else str(self.worst_ulps)
-        return {"ok": self.ok, "worst_ulps": worst, "kernels": None if self.kernels is None else list(self.kernels)}
+        worst = {
+            name: round(value, 3) if math.isfinite(value) else str(value)
+            for name, value in (("worst_ulps", self.worst_ulps), ("worst_share", self.worst_share))
+        }
+        return {"ok": self.ok, **worst, "kernels": None if self.kernels is None else list(self.kernels)}
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def judged(
             continue
         if not report.ok and candidate.name == OURS:
             raise BenchError(f"{OURS} at M={m} N={n} K={k}: {report}")
-        check = Check(report.ok, report.worst_ulps, _launched(run, copies, m, y))
+        check = Check(report.ok, report.worst_ulps, report.worst_share, _launched(run, copies, m, y))
         checks[candidate.name] = check
         if report.ok or candidate.timed_though_wrong:
             entries[candidate.name] = Entry(run, y, check)

@@ -74,6 +74,10 @@ class _Operands:
         return F.linear(self.x, self.weight)
 
 
+def _judged(result, status: Status, reason: str | None, report) -> CellResult:
+    return result(status, reason=reason, worst_ulps=report.worst_ulps, worst_share=report.worst_share)
+
+
 class _ShapeCheck:
     """The cells of one shape; operands are made when the first cell needs them."""
 
@@ -104,8 +108,8 @@ class _ShapeCheck:
         if decision.runs or decision.refusal.reason is Reason.BACKEND_UNAVAILABLE:
             report = parity(self.operands.framework_result[:m], self.operands.plain.rows(m))
             if report.ok:
-                return result(Status.REFERENCE, reason=f"no {arch} GPU here", worst_ulps=report.worst_ulps)
-            return result(Status.FAILED, reason=str(report), worst_ulps=report.worst_ulps)
+                return _judged(result, Status.REFERENCE, f"no {arch} GPU here", report)
+            return _judged(result, Status.FAILED, str(report), report)
         return self._refused(decision, result)
 
     def _refused(self, decision: Decision, result) -> CellResult:
@@ -130,7 +134,7 @@ class _ShapeCheck:
             return result(Status.FAILED, reason=f"explain said {decision.refusal}, the call ran a kernel")
         report = parity(y, (operands.added if decision.has_residual else operands.plain).rows(m))
         status = Status.KERNEL if report.ok else Status.FAILED
-        return result(status, reason=None if report.ok else str(report), worst_ulps=report.worst_ulps)
+        return _judged(result, status, None if report.ok else str(report), report)
 
 
 def check_shape(

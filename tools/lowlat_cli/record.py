@@ -40,8 +40,9 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell of one generation. ``worst_ulps``: largest error in units in the last place of the output type (BF16 in
-    every table). ``seconds``: what the test that judged it took."""
+    """One cell of one generation. ``worst_share``: largest error as a share of its element's bound, at most 1 where
+    all is right. ``worst_ulps``: largest error in units in the last place of the output type (BF16 in every table) at
+    the element itself: large, and right, where terms cancel. ``seconds``: what the test that judged it took."""
 
     arch: str
     n: int
@@ -55,6 +56,7 @@ class CellResult:
     reason: str | None = None
     provenance: str | None = None
     worst_ulps: float | None = None
+    worst_share: float | None = None
     seconds: float | None = None
 
     def __str__(self) -> str:
@@ -71,7 +73,15 @@ def make_record(
     command: str, cells: list[CellResult], gpu, started: datetime.datetime, seconds: float, seed: int
 ) -> dict:
     """The record of a run, as plain JSON values. ``seed``: of its random operands, to repeat it."""
-    rows = [asdict(cell) | {"status": cell.status.value, "worst_ulps": _finite(cell.worst_ulps)} for cell in cells]
+    rows = [
+        asdict(cell)
+        | {
+            "status": cell.status.value,
+            "worst_ulps": _finite(cell.worst_ulps),
+            "worst_share": _finite(cell.worst_share),
+        }
+        for cell in cells
+    ]
     return _head(command, gpu, started, seconds) | {"seed": seed, "counts": counts(cells), "cells": rows}
 
 

@@ -110,11 +110,11 @@ def check(
         by_row.setdefault((cell.arch, cell.n, cell.k), []).append(cell)
     present = [status for status in Status if any(cell.status is status for cell in cells)]
     for arch in dict.fromkeys(cell.arch for cell in cells):
-        grid = Grid("N", "K", *map(str, present), "worst ulp", "projections", title=arch, box=box.SIMPLE)
+        grid = Grid("N", "K", *map(str, present), "worst / bound", "projections", title=arch, box=box.SIMPLE)
         for shape in shapes:
             row = by_row[arch, shape.n, shape.k]
             found = counts(row)
-            worst = max((cell.worst_ulps for cell in row if cell.worst_ulps is not None), default=None)
+            worst = max((cell.worst_share for cell in row if cell.worst_share is not None), default=None)
             grid.add_row(
                 str(shape.n),
                 str(shape.k),

@@ -53,12 +53,16 @@ class ModelCheck:
 @dataclass
 class Outcome:
     """What a run found. ``passes``: (n, k, residual) -> M -> the results of each pass; ``not_reached``: shapes that
-    time ran out for; ``seconds``: by stage, compiling among them."""
+    time ran out for; ``measured_*``: what this run timed, ``journal_*``: what it took over from the journal of earlier
+    ones, jobs and the candidates in them; ``seconds``: of this run by stage, compiling among them."""
 
     rows: list[RowResult] = field(default_factory=list)
     passes: dict[tuple[int, int, bool], dict[int, list[JobResult]]] = field(default_factory=dict)
     model: list[ModelCheck] = field(default_factory=list)
     excluded: dict[Candidate, str] = field(default_factory=dict)
     not_reached: list[Shape] = field(default_factory=list)
+    measured_jobs: int = 0
     measured_candidates: int = 0
+    journal_jobs: int = 0
+    journal_candidates: int = 0
     seconds: dict[str, float] = field(default_factory=dict)

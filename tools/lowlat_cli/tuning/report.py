@@ -113,7 +113,10 @@ def outcome_json(outcome: Outcome) -> dict:
         "model": model_summary(outcome),
         "excluded": [one.to_json() | {"reason": reason} for one, reason in outcome.excluded.items()],
         "not_reached": [[shape.n, shape.k] for shape in outcome.not_reached],
+        "measured_jobs": outcome.measured_jobs,
         "measured_candidates": outcome.measured_candidates,
+        "journal_jobs": outcome.journal_jobs,
+        "journal_candidates": outcome.journal_candidates,
         "seconds_by_stage": {stage: round(seconds, 1) for stage, seconds in outcome.seconds.items()},
         "cells": cells,
     }
@@ -160,6 +163,11 @@ def show(console: Console, outcome: Outcome, gpu, written: str | None) -> None:
         line(f"excluded {candidate}: {reason}", "bold red")
     if outcome.not_reached:
         line(f"not reached: {', '.join(f'{shape.n}x{shape.k}' for shape in outcome.not_reached)}", "yellow")
+    if outcome.journal_jobs:
+        line(
+            f"from the journal: {outcome.journal_candidates} candidates in {outcome.journal_jobs} jobs; measured now: "
+            f"{outcome.measured_candidates} in {outcome.measured_jobs}"
+        )
     line(f"seconds: {', '.join(f'{stage} {seconds:.0f}' for stage, seconds in outcome.seconds.items())}")
     line(f"table: {written}" if written else "no table written: nothing to keep")
     line(f"ran on: {gpu}; times are microseconds a launch, cold weights, graph replay with PDL")

@@ -200,7 +200,11 @@ class Tuner:
             with self._clocked(job.stage):
                 result = self.supervisor.run(job)
             self.journal.add(job, result)
+            self.outcome.measured_jobs += 1
             self.outcome.measured_candidates += len(job.candidates)
+        else:
+            self.outcome.journal_jobs += 1
+            self.outcome.journal_candidates += len(job.candidates)
         self._done += _weight(job.stage, len(job.candidates))
         return replace(result, times={c: us for c, us in result.times.items() if c not in self.supervisor.excluded})
 
