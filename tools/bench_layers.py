@@ -27,7 +27,7 @@ import torch
 from lowlat_cli import graphs
 from lowlat_cli.measure import REPLAYS, Timing, interleaved
 from lowlat_cli.parsing import tokens as parse_tokens
-from lowlat_cli.record import command_line, make_layers_record, render, write_record
+from lowlat_cli.record import command_line, hand_over, make_layers_record
 from lowlat_gemm.dispatch import explain
 from lowlat_gemm.execute import run_or_refuse
 from lowlat_gemm.operands import Refusal
@@ -167,10 +167,7 @@ def main() -> int:
             return 1
     command = command_line("python -m tools.bench_layers", sys.argv[1:])
     record = make_layers_record(command, cells, gpu, started, time.monotonic() - clock)
-    if asked.record is not None:
-        write_record(record, asked.record)
-    else:
-        print(render(record), end="")
+    hand_over(record, asked.record)
     return 0
 
 

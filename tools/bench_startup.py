@@ -213,7 +213,7 @@ def main() -> int:
 
 def _measure(asked: argparse.Namespace) -> int:
     from lowlat_cli.environment import find_gpus
-    from lowlat_cli.record import command_line, make_startup_record, render, write_record
+    from lowlat_cli.record import command_line, hand_over, make_startup_record
     from lowlat_gemm.arch import parse_arch
     from lowlat_gemm.dispatch import missing_packages_refusal
 
@@ -242,10 +242,7 @@ def _measure(asked: argparse.Namespace) -> int:
     about = {"arch": arch, "model": MODEL, "tp": TP, "cores": len(os.sched_getaffinity(0)), "rounds": asked.rounds}
     about |= {"archived": archived, "archive_seconds": made_in and round(made_in, 1)}
     record = make_startup_record(command, about, summary(starts), gpu, started, time.monotonic() - clock)
-    if asked.record is not None:
-        write_record(record, asked.record)
-    else:
-        print(render(record), end="")
+    hand_over(record, asked.record)
     return 0
 
 

@@ -9,7 +9,7 @@ import torch
 
 from conformance.cases import table_cases
 from lowlat_gemm.arch import ARCHES, SM90
-from lowlat_gemm.kernels.fused_a import FusedAConfig, compile_unit, parse_config, resolved, token_groups, why_not
+from lowlat_gemm.kernels.fused_a import FusedAConfig, FusedASpec, compile_unit, parse_config, resolved, token_groups, why_not
 
 GOOD = FusedAConfig(1, 8, 1, 4)
 
@@ -71,27 +71,40 @@ def _mma(a, b):
     return [[D[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2] for i in range(4)] for lane in range(32)]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("row_tiles", [1, 2, 4])
-def test_the_operand_words_of_a_block_give_its_product(row_tiles):
-    """What ``multiply_block`` hands to the tensor core, and where ``store`` looks for the sums, for one block of 32 K."""
-    lane_rows = 2 * row_tiles
-    w, x = torch.randn(16 * row_tiles, 32, dtype=torch.float64), torch.randn(8, 32, dtype=torch.float64)
-    y = torch.full((8, 16 * row_tiles), float("nan"), dtype=torch.float64)
-    sums = torch.zeros(32, row_tiles, 4, dtype=torch.float64)
+def test_the_operand_words_of_a_block_give_its_product(row_tiles, groups):
+    """One block of 32 K as ``multiply_block`` hands it to the tensor core, with the rows that the kernel has a lane load
+    and the places where it looks for the sums; both ways round."""
+    from lowlat_gemm.kernels.fused_a_kernel import FusedAGemm
+
+    kernel = FusedAGemm(FusedASpec(FusedAConfig(1, 1, row_tiles, 1), groups))
+    lane_rows, n, m = 2 * row_tiles, 16 * row_tiles, 8 * groups
+    w, x = torch.randn(n, 32, dtype=torch.float64), torch.randn(m, 32, dtype=torch.float64)
+    lanes = [(lane // 4, lane % 4) for lane in range(32)]
+
+    def words(matrix, row, quad):
+        return matrix[row, quad * 8 : quad * 8 + 8].view(4, 2)
+
+    acc = torch.zeros(32, groups * row_tiles * 4, dtype=torch.float64)
     for half in range(2):
-        for t in range(row_tiles):
+        for index in range(groups * row_tiles):
             a, b = [], []
-            for lane in range(32):
-                group_row, quad = lane // 4, lane % 4
-                own = [w[group_row * lane_rows + r, quad * 8 : quad * 8 + 8].view(4, 2) for r in range(lane_rows)]
-                upper, lower = own[2 * t], own[2 * t + 1]
-                token = x[group_row, quad * 8 : quad * 8 + 8].view(4, 2)
+            for group_row, quad in lanes:
+                own = [words(w, kernel.loaded_row(group_row, t), quad) for t in range(lane_rows)]
+                tokens = [words(x, 8 * g + group_row, quad) for g in range(groups)]
+                upper, lower = tokens if groups == 2 else own[2 * index : 2 * index + 2]
                 a.append((upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]))
-                b.append(token[2 * half : 2 * half + 2])
-            sums[:, t] += torch.tensor(_mma(a, b))
-    for lane in range(32):
-        group_row, quad = lane // 4, lane % 4
-        for e in range(2):
-            neighbours = [sums[lane, t // 2, t % 2 * 2 + e] for t in range(lane_rows)]
-            y[quad * 2 + e, group_row * lane_rows : (group_row + 1) * lane_rows] = torch.stack(neighbours)
+                b.append((own[index] if groups == 2 else tokens[0])[2 * half : 2 * half + 2])
+            acc[:, 4 * index : 4 * index + 4] += torch.tensor(_mma(a, b))
+    y = torch.full((m, n), float("nan"), dtype=torch.float64)
+    for lane, (group_row, quad) in enumerate(lanes):
+        row = kernel.output_row(group_row, quad)
+        for token, sums in kernel.lane_outputs(acc[lane], group_row, quad):
+            y[token, row : row + len(sums)] = torch.stack(sums)
     assert torch.allclose(y, x @ w.T)
+
+
+@pytest.mark.parametrize("k, whole", [(128, True), (256, False), (160, False)])
+def test_code_for_one_k_is_made_where_a_warps_blocks_are_all_of_it(k, whole):
+    assert compile_unit(SM90, 1536, k, 16, FusedAConfig(1, 1, 2, 4)).spec.whole_k is whole

@@ -125,8 +125,8 @@ class FusedAGemm:
                 found.append((quad * 2 + e, sums))
         return found
 
-    # One branch, the same for every thread, tells rows of y that take words from rows that do not. What a short kernel
-    # executes is then one run of instructions: a jump over the code of the other case costs as much as a store.
+    # One branch, the same for every thread, tells rows of y that take words from rows that do not: what a launch executes
+    # is then one run of instructions, without jumps over the code of the other case.
 
     @cute.jit
     def store_own(self, outputs, mR, mY, first_token, n):
@@ -151,7 +151,7 @@ class FusedAGemm:
             for t in cutlass.range_constexpr(len(sums)):
                 partials[k_warp, token * pitch + row + t] = sums[t]
         cute.arch.sync_threads()
-        # As wide as still gives a warp something to do: the fewer pieces y is written in, the sooner the kernel is over.
+        # As wide as still gives a warp something to do.
         count = next(width for width in (8, 4, 2) if outputs // width >= device.WARP or width == 2)
         if takes_words(mY, count):
             for i in cutlass.range_constexpr(-(-outputs // count // c.threads)):

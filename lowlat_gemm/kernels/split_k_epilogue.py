@@ -84,7 +84,7 @@ class ClusterEpilogue:
         if const_expr(self.residual or self.waits_before_store):
             # The wait of the token producer is not this thread's: its own makes the residual visible to it.
             device.wait_for_previous_kernel()
-        # One branch, the same for every thread: a jump over the other case's code would cost every word some of its time.
+        # One branch, the same for every thread: no word is stored behind a jump over the code of the other case.
         words = (mY.iterator.toint() | Int64(mY.stride[0]) * out_bytes) % 16 == 0 and n_extent % vector == 0
         if const_expr(self.residual):
             words = words and (mR.iterator.toint() | Int64(mR.stride[0]) * out_bytes) % 16 == 0

@@ -185,6 +185,14 @@ def render(record: dict) -> str:
     return text + "\n}\n"
 
 
+def hand_over(record: dict, path: Path | None) -> None:
+    """Writes a record to ``path``, or prints it where there is none."""
+    if path is None:
+        print(render(record), end="")
+    else:
+        write_record(record, path)
+
+
 def write_record(record: dict, path: Path) -> None:
     """Writes the record atomically: a reader sees the former file or the whole new one."""
     text = render(record)  # before any file is there: what cannot be rendered leaves nothing behind
