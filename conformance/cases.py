@@ -47,14 +47,14 @@ SPLIT_K_WGMMA_CONFIGS = [
 #: Configs of fused_a besides those that the shape chooses: several row warps and tiles, one K warp and many.
 FUSED_A_CONFIGS = [
     FusedAConfig(1, 8, 1, 4),
-    FusedAConfig(2, 4, 2, 2),
-    FusedAConfig(4, 1, 1, 8),
+    FusedAConfig(2, 4, 2, 2, trigger=1),
+    FusedAConfig(4, 1, 1, 8, trigger=2),
     FusedAConfig(1, 16, 1, 1),
     FusedAConfig(2, 1, 2, 4),
     FusedAConfig(1, 1, 4, 2),
     # As many registers as the predicate takes.
-    FusedAConfig(1, 1, 4, 4),
-    FusedAConfig(1, 8, 4, 4),
+    FusedAConfig(1, 1, 4, 4, trigger=1),
+    FusedAConfig(1, 8, 4, 4, trigger=2),
     FusedAConfig(1, 16, 2, 2),
     FusedAConfig(4, 4, 2, 2),
 ]

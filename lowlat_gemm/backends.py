@@ -33,7 +33,7 @@ class ConfigKeys(NamedTuple):
 #: Names alone: whether the values fit an (Arch, N, K, M) is the predicate of the backend's kernel.
 CONFIG_KEYS: dict[str, ConfigKeys] = {
     "skinny": ConfigKeys(("block_size", "outputs_per_block", "k_unroll", "vector_width"), ("static_k",)),
-    "fused_a": ConfigKeys((), ("row_warps", "k_warps", "row_tiles", "unroll")),
+    "fused_a": ConfigKeys((), ("row_warps", "k_warps", "row_tiles", "unroll", "trigger")),
     "split_k": ConfigKeys(
         ("rows", "token_columns", "split", "stages"), ("k_blocks", "prefetch", "trigger", "token_stages")
     ),

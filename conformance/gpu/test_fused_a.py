@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from conformance.cases import FUSED_A_CONFIGS, table_cases
 from conformance.gpu.late_writer import compiled_late_writer
 from conformance.harness import CanaryOutput, operands, poisoned
 from lowlat_gemm.execute import COMPILE_CACHE, launch
-from lowlat_gemm.kernels.fused_a import FusedAConfig, compile_unit, parse_config, why_not
+from lowlat_gemm.kernels.fused_a import TRIGGERS, FusedAConfig, compile_unit, parse_config, resolved, why_not
 from lowlat_gemm.reference import parity
 
 SHAPES = [(100, 7168), (17, 1056), (8, 2048)]
@@ -55,7 +57,7 @@ def test_tails_and_residual(arch, config, dtype):
                 _check(arch, n, k, m, config, residual=True, dtype=dtype)
 
 
-@pytest.mark.parametrize("config", [FusedAConfig(2, 1, 2, 4), FusedAConfig(1, 1, 4, 4), FusedAConfig(1, 4, 1, 1), FusedAConfig()],
+@pytest.mark.parametrize("config", [FusedAConfig(2, 1, 2, 4, 1), FusedAConfig(1, 1, 4, 4, 2), FusedAConfig(1, 4, 1, 1), FusedAConfig()],
                          ids=lambda config: ".".join(map(str, vars(config).values())))
 def test_one_short_k(arch, config):
     """K = 128: all weights are in registers before the wait. Tails of N; both kinds of store, up to 64 tokens."""
@@ -68,7 +70,7 @@ def test_one_short_k(arch, config):
 
 @pytest.mark.parametrize("n", [100, 104], ids=["elements", "words"])
 @pytest.mark.parametrize("k", [128, 416])
-@pytest.mark.parametrize("config", [FusedAConfig(2, 1, 2, 4), FusedAConfig(1, 4, 1, 1)],
+@pytest.mark.parametrize("config", [FusedAConfig(2, 1, 2, 4, 2), FusedAConfig(1, 4, 1, 1, 1)],
                          ids=lambda config: ".".join(map(str, vars(config).values())))
 def test_small_shapes_for_the_sanitizer(arch, config, k, n):
     """Every path of the kernel with little work: one and two token groups, K in one piece and in a loop, both stores."""
@@ -94,9 +96,28 @@ def test_bits_do_not_depend_on_m_or_position(arch, k):
         assert torch.equal(launch(alone, data.x[position : position + 1], data.weight)[0], wanted[position]), position
 
 
-def test_waits_for_a_predecessor_that_triggers_early_and_writes_late(arch):
+@pytest.mark.parametrize("k_warps", [1, 2, 8])
+@pytest.mark.parametrize("k", [128, 416, 7168])
+def test_bits_depend_on_the_warps_over_k_alone(arch, k, k_warps):
+    """What ``registry`` says of the configs of one row: tiles, blocks in flight and triggers change no bit."""
+    n, data = 200, operands(200, k, "random", tokens=64)
+    configs = [
+        config
+        for row_warps, row_tiles, unroll, trigger in ((1, 1, 1, 0), (2, 2, 1, 1), (1, 4, 1, 2), (2, 1, 2, 0), (1, 1, 4, 1))
+        for config in [FusedAConfig(row_warps, k_warps, row_tiles, unroll, trigger)]
+        if why_not(arch, n, k, 64, config) is None and why_not(arch, n, k, 1, config) is None
+    ]
+    assert len(configs) >= 2 or k // 32 < k_warps, configs
+    for m in (1, 8, 9, 64):
+        results = [launch(_kernel(arch, n, k, m, config), data.x[:m], data.weight) for config in configs]
+        for config, y in zip(configs[1:], results[1:]):
+            assert torch.equal(y, results[0]), f"K = {k}, M = {m}: {config} and {configs[0]} differ"
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_waits_for_a_predecessor_that_triggers_early_and_writes_late(arch, trigger):
     for n, k, m in ((1536, 128, 4), (2112, 7168, 12)):
-        compiled = _kernel(arch, n, k, m, FusedAConfig())
+        compiled = _kernel(arch, n, k, m, replace(resolved(FusedAConfig(), k), trigger=trigger))
         data = operands(n, k, "random")
         sources = [data.x[i : i + m].contiguous() for i in (0, 16 - m)]
         expected = [launch(compiled, source, data.weight) for source in sources]

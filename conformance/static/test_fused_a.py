@@ -9,7 +9,7 @@ import torch
 
 from conformance.cases import table_cases
 from lowlat_gemm.arch import ARCHES, SM90
-from lowlat_gemm.kernels.fused_a import FusedAConfig, FusedASpec, compile_unit, parse_config, resolved, token_groups, why_not
+from lowlat_gemm.kernels.fused_a import PREVIOUS_FINISHED, FusedAConfig, FusedASpec, compile_unit, parse_config, resolved, token_groups, why_not
 
 GOOD = FusedAConfig(1, 8, 1, 4)
 
@@ -40,6 +40,7 @@ def test_a_config_left_to_the_shape_fits_it(k):
         ((1536, 512, 1), GOOD, "has 16 blocks"),
         ((1536, 7168, 1), replace(GOOD, row_warps=8), "more than 1024 threads"),
         ((1536, 7168, 1), replace(GOOD, row_tiles=8), "registers a thread"),
+        ((1536, 7168, 1), replace(GOOD, trigger=3), "trigger 3"),
     ],
 )
 def test_each_refusal_by_an_input_of_its_own(shape, config, fragment):
@@ -51,11 +52,13 @@ def test_few_variants_serve_all_tokens():
     assert [token_groups(m) for m in (1, 8, 9, 16, 17, 64, 300)] == [1, 1, 2, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("values", [{"row_warps": 1}, {**vars(GOOD), "tile": 1}, {**vars(GOOD), "unroll": 0}])
+@pytest.mark.parametrize("values", [{"row_warps": 1}, {**vars(GOOD), "tile": 1}, {**vars(GOOD), "unroll": 0}, {"trigger": 1}])
 def test_bad_mappings(values):
     with pytest.raises(ValueError, match="fused_a config"):
         parse_config(values)
     assert parse_config({}) == FusedAConfig() and parse_config(vars(GOOD)) == GOOD
+    late = parse_config({key: value for key, value in vars(GOOD).items() if key != "trigger"} | {"trigger": 2})
+    assert late == replace(GOOD, trigger=PREVIOUS_FINISHED)
 
 
 def _mma(a, b):

@@ -56,6 +56,7 @@ def test_backends_are_enumerated_where_they_serve():
     [
         Candidate("split_k", SplitKConfig(64, 64, 4, 7, token_stages=5)),
         Candidate("fused_a", FusedAConfig(1, 8, 1, 4)),
+        Candidate("fused_a", FusedAConfig(1, 8, 1, 4, trigger=2)),
         Candidate("fused_a", FusedAConfig()),
         Candidate("skinny", SkinnyConfig(224, 2, 4, 8, 7168)),
         Candidate("skinny", SkinnyConfig(224, 2, 4, 8)),
@@ -133,7 +134,10 @@ def test_variants_differ_in_what_they_should():
     assert {(c.rows, c.split, c.token_columns) for c in found} == {(64, 4, 64)} and 6 in {c.stages for c in found}
     small = Candidate("split_k", SplitKConfig(56, 8, 4, 6, k_blocks=2))
     assert {1, 2} == {variant.config.k_blocks for variant in variants(small, 7168)}
-    assert variants(Candidate("fused_a", FusedAConfig(1, 8, 1, 4)), 7168) == [Candidate("fused_a", FusedAConfig(1, 8, 1, 4))]
+    warps = variants(Candidate("fused_a", FusedAConfig(1, 8, 1, 4)), 7168)
+    assert warps == [Candidate("fused_a", FusedAConfig(1, 8, 1, 4, trigger)) for trigger in (0, 1, 2)]
+    dots = Candidate("skinny", SkinnyConfig(224, 2, 4, 8))
+    assert variants(dots, 7168) == [dots]
 
 
 @pytest.mark.parametrize("k, split, k_blocks, stages", [(7168, 4, 1, 13), (768, 1, 1, 12), (1536, 3, 1, 8), (1536, 3, 2, 4), (128, 1, 1, 3), (7168, 4, 2, 6)])

@@ -9,8 +9,8 @@ round, 16 tokens by 8 rows.
     warp   16 * row_tiles rows; of K every k_warps-th block of 32; ``unroll`` blocks of weights in flight
     last   one K warp stores its sums itself; those of several are added in their order through shared memory
 
-The first blocks of weights are requested before the PDL wait. Bits do not depend on M: a token is a column of its own,
-and padding columns repeat the last token.
+The first blocks of weights are requested before the PDL wait. Bits depend on ``k_warps`` alone: a warp adds its blocks in
+their order however many are in flight, a token is a column of its own, and padding columns repeat the last token.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ ROW_TILE = 16
 TOKEN_GROUP = 8
 #: FP32 words between the partial sums of two tokens beyond their rows, for other banks of shared memory.
 PARTIAL_PAD = 4
+#: When the next kernel's CTAs may become resident: at once, when this one's first weights are requested, or when the
+#: previous kernel has finished. The earlier, the more launches overlap; the later, the fewer CTAs wait beside those that
+#: work. On the H200 each of them wins somewhere at K = 128.
+AT_ONCE, WEIGHTS_REQUESTED, PREVIOUS_FINISHED = TRIGGERS = (0, 1, 2)
 _WARP = 32
 _REGISTER_LIMIT = 255
 #: What ptxas takes besides before it spills; conformance/crosscompile shows that what the predicate takes does not.
@@ -39,12 +43,13 @@ REGISTER_MARGIN = 48
 
 @dataclass(frozen=True)
 class FusedAConfig:
-    """All zero: chosen by the shape (the public tables name the backend and no config)."""
+    """All zero: chosen by the shape (the public tables name the backend and no config). ``trigger``: one of TRIGGERS."""
 
     row_warps: int = 0
     k_warps: int = 0
     row_tiles: int = 0
     unroll: int = 0
+    trigger: int = AT_ONCE
 
     @property
     def rows(self) -> int:
@@ -71,8 +76,9 @@ class FusedASpec:
 
 
 def parse_config(values: Mapping[str, int]) -> FusedAConfig:
-    """A config from a table's mapping: empty, or all four entries. Raises ValueError naming what is wrong."""
-    return config_from(FusedAConfig, NAME, values, optional={}) if values else FusedAConfig()
+    """A config from a table's mapping: empty, or all entries but ``trigger``, which may be missing. Raises ValueError
+    naming what is wrong."""
+    return config_from(FusedAConfig, NAME, values, optional={"trigger": AT_ONCE}) if values else FusedAConfig()
 
 
 def resolved(config: FusedAConfig, k: int) -> FusedAConfig:
@@ -117,6 +123,8 @@ def why_not(arch: Arch, n: int, k: int, m: int, config: FusedAConfig, *, residua
     config = resolved(config, k)
     if config.k_warps * config.unroll > k // K_BLOCK:
         return f"k_warps {config.k_warps} x unroll {config.unroll}: K = {k} has {k // K_BLOCK} blocks of {K_BLOCK}"
+    if config.trigger not in TRIGGERS:
+        return f"trigger {config.trigger}: expected one of {TRIGGERS}"
     if config.threads > 1024:
         return f"row_warps {config.row_warps} x k_warps {config.k_warps}: more than 1024 threads"
     groups = token_groups(m)

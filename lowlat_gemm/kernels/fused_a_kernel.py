@@ -9,7 +9,16 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from . import device
 from .compile_cache import CompileUnit
-from .fused_a import K_BLOCK, PARTIAL_PAD, ROW_TILE, TOKEN_GROUP, FusedASpec
+from .fused_a import (
+    AT_ONCE,
+    K_BLOCK,
+    PARTIAL_PAD,
+    PREVIOUS_FINISHED,
+    ROW_TILE,
+    TOKEN_GROUP,
+    WEIGHTS_REQUESTED,
+    FusedASpec,
+)
 
 _DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 _PTX_TYPES = {BFloat16: "bf16", Float16: "f16"}
@@ -58,7 +67,7 @@ class FusedAGemm:
         mine = (blocks - k_warp + c.k_warps - 1) // c.k_warps
         first_row, first_token = block * c.rows, token_tile * (groups * TOKEN_GROUP)
 
-        device.let_next_kernel_start()
+        self.trigger(AT_ONCE)
 
         # Byte addresses of this lane's 16 bytes of its warp's first block. Rows past N and tokens past M repeat the last
         # one: their loads stay inside the operand, and their sums are dropped.
@@ -81,7 +90,9 @@ class FusedAGemm:
 
         # The weights of the first blocks leave before the PDL wait; every warp has so many, as the predicate sees to.
         first = self.load(w_rows, Int32(0), device.load_weight_words)
+        self.trigger(WEIGHTS_REQUESTED)
         device.wait_for_previous_kernel()
+        self.trigger(PREVIOUS_FINISHED)
         self.multiply(acc, first, self.load_tokens(x_rows, Int32(0)))
         if const_expr(not self.whole_k):
             chunks = mine // c.unroll
@@ -98,6 +109,12 @@ class FusedAGemm:
             self.store_own(self.lane_outputs(acc, group_row, quad), mR, mY, first_token, first_row + row)
         else:
             self.store_added(acc, mR, mY, thread, first_row, first_token, k_warp, row, group_row, quad)
+
+    @cute.jit
+    def trigger(self, point):
+        """Lets the next kernel start if this is the point at which the config has it."""
+        if const_expr(self.config.trigger == point):
+            device.let_next_kernel_start()
 
     # Which rows a lane loads and which outputs it ends with. The product's result has 16 x 8 elements, of which a lane
     # has pairs of neighbouring columns. With one group of tokens the columns are tokens and the rows W's; with two they

@@ -66,7 +66,7 @@ _BACKENDS = {
     made.name: made
     for made in (
         _backend(skinny, _on_every_generation("skinny_kernel"), invariance=lambda config: None, proven={"skinny_kernel"}),
-        _backend(fused_a, _on_every_generation("fused_a_kernel"), invariance=lambda config: (fused_a.NAME, config), proven={"fused_a_kernel"}),
+        _backend(fused_a, _on_every_generation("fused_a_kernel"), invariance=lambda config: (fused_a.NAME, config.k_warps), proven={"fused_a_kernel"}),
         # Nobody has run it from SM100 on.
         _backend(split_k, _SPLIT_K_CODE, invariance=lambda config: (split_k.NAME, config.split), proven={"split_k_sm90_kernel"}),
     )

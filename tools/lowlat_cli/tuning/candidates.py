@@ -157,9 +157,12 @@ def _most_stages(config: SplitKConfig) -> int:
 
 
 def variants(candidate: Candidate, k: int) -> list[Candidate]:
-    """What a tiling leaves open: when the next kernel is let go, how much is requested before the previous one has
-    finished, a ring that is one stage shorter, stages of one block or two, and the depth of the token ring."""
+    """What a tiling leaves open: when the next kernel is let go, and in ``split_k`` how much is requested before the
+    previous one has finished, a ring that is one stage shorter, stages of one block or two, and the depth of the token
+    ring."""
     config = candidate.config
+    if candidate.backend == fused_a.NAME:
+        return [replace(candidate, config=replace(config, trigger=trigger)) for trigger in fused_a.TRIGGERS]
     if candidate.backend != split_k.NAME:
         return [candidate]
     found = [replace(config, trigger=trigger) for trigger in TRIGGERS[config.k_blocks]]
@@ -175,13 +178,15 @@ def variants(candidate: Candidate, k: int) -> list[Candidate]:
 
 
 def fused_a_candidates(arch: Arch, n: int, k: int, m: int) -> list[Candidate]:
-    """Every ``fused_a`` config that its predicate takes at M = ``m``, and the one that it chooses by the shape."""
+    """Every ``fused_a`` tiling that its predicate takes at M = ``m``, and the one that it chooses by the shape, with one
+    trigger; the others are ``variants``."""
     configs = [fused_a.resolved(FusedAConfig(), k)]
     for row_warps, k_warps, row_tiles in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4)):
         # A warp's whole share of K in flight at once: every weight is requested before the PDL wait.
         whole = k // fused_a.K_BLOCK // k_warps
         unrolls = sorted({1, 2, 4, 8, *([whole] if 1 <= whole <= MAX_UNROLL else [])})
         configs += [FusedAConfig(row_warps, k_warps, row_tiles, unroll) for unroll in unrolls]
+    configs = [replace(one, trigger=fused_a.WEIGHTS_REQUESTED) for one in configs]
     return [
         Candidate(fused_a.NAME, one)
         for one in dict.fromkeys(configs)

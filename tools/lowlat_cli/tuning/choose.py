@@ -18,7 +18,7 @@ from .candidates import Candidate, TokenClass
 from .jobs import BACK_TO_BACK, LINKED, JobResult
 
 #: Candidates within this factor of the fastest are judged by the linked chain.
-AS_FAST = 1.03
+AS_FAST = 1.05
 #: What one config for a whole token class may cost against the best of each cell, as a geometric mean.
 ONE_CONFIG_COST = 1.02
 #: What one order of additions for a whole row may cost, as a geometric mean in either chain, and at any single M.

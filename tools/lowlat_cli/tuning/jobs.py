@@ -21,7 +21,7 @@ FLOOR = "floor"
 @dataclass(frozen=True)
 class Job:
     """``stage``: "screen", "refine" or "final"; ``turn``: which of the separate passes; ``max_tokens``: rows of x that
-    the shape's operands have (its random numbers depend on it)."""
+    the shape's operands have (its random numbers depend on it); ``replays``: at most, fewer of long graphs."""
 
     stage: str
     n: int

@@ -43,6 +43,8 @@ from .worker import chains_for
 PROBES = 3
 #: Tilings whose variants are timed, and how many candidates go on to every M of a class.
 REFINED, FINALISTS, FINALISTS_IN_BOTH = 2, 3, 2
+#: The same where K is tiny and a launch's latency decides: there the trigger changes which tiling wins.
+REFINED_OF_TINY_K = 6
 SCREEN_REPLAYS, FINAL_REPLAYS = 5, 15
 PASSES = (1, 2)
 #: K up to which warps that stream the weight into registers are tried in earnest, and up to which before all else: there
@@ -122,7 +124,8 @@ class Tuner:
         for job, result in screened.items():
             ranked = _ranked(result)
             again = ranked[:FINALISTS]
-            best = [one for one in ranked if len(variants(one, job.k)) > 1][:REFINED]
+            refined = REFINED_OF_TINY_K if job.k <= TINY_K else REFINED
+            best = [one for one in ranked if len(variants(one, job.k)) > 1][:refined]
             found = [variant for one in best for variant in variants(one, job.k)]
             found = [one for one in found if one.why_not(self.arch, job.n, job.k, job.m) is None]
             if found:

@@ -26,6 +26,9 @@ from .jobs import BACK_TO_BACK, FLOOR, LINKED, Job
 Emit = Callable[[dict], None]
 #: What the link between two GEMMs can take: whole vectors of 8, K up to 16384 (``chain_kernel``).
 LINK_MAX_K = 16_384
+#: Launches of one candidate that are enough for a median, and the fewest replays: a replay of a small weight's graph is
+#: thousands of launches long.
+ENOUGH_LAUNCHES, LEAST_REPLAYS = 8192, 5
 
 
 class GpuBench:
@@ -120,7 +123,9 @@ class _Group:
         return None
 
     def timed(self) -> dict[tuple, float]:
-        timings = self.bench.interleaved(self.graphs, self.copies.copies, self.job.replays)
+        launches = self.copies.copies
+        replays = min(self.job.replays, max(LEAST_REPLAYS, -(-ENOUGH_LAUNCHES // launches)))
+        timings = self.bench.interleaved(self.graphs, launches, replays)
         return {name: timing.us for name, timing in timings.items()}
 
     def overlapped(self, candidate: Candidate) -> str | None:
