@@ -65,8 +65,9 @@ def public_world(monkeypatch, tmp_path_factory):
     for name, text in public_texts().items():
         (folder / name).write_text(text)
     monkeypatch.setattr(loader, "_FOLDER", folder)
-    backends = {name: replace(one, proven=one.proven if name == "skinny" else frozenset()) for name, one in registry._BACKENDS.items()}
-    monkeypatch.setattr(registry, "_BACKENDS", backends)
+    for world in ("_BACKENDS", "_FOREIGN"):
+        kept = {name: replace(one, proven=one.proven if name == "skinny" else frozenset()) for name, one in getattr(registry, world).items()}
+        monkeypatch.setattr(registry, world, kept)
     loader._load_available.cache_clear()
     clear_caches()
     yield

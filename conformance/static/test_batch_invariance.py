@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("clean_settings", "public_world", "split_k_
 @pytest.fixture
 def split_k_proven(monkeypatch):
     """The dispatcher as it is where split_k's run is recorded."""
-    proven = frozenset(registry._BACKENDS["split_k"].kernel_modules.values())
+    proven = frozenset(registry._BACKENDS["split_k"].kernel_modules)
     monkeypatch.setitem(registry._BACKENDS, "split_k", replace(registry._BACKENDS["split_k"], proven=proven))
 
 

@@ -11,7 +11,7 @@ from conformance.fakes import PACKAGE, clean_settings, device_of, lowlat, no_gpu
 from lowlat_cli import environment
 from lowlat_cli.environment import Gpu
 from lowlat_gemm import settings
-from lowlat_gemm.arch import ARCHES, SM90
+from lowlat_gemm.arch import ARCHES, SM90, SM103
 from lowlat_gemm.dispatch import explain
 from lowlat_gemm.tables import available_tables
 
@@ -54,7 +54,8 @@ def test_doctor_says_what_flashinfer_serves_here(lowlat, monkeypatch):
     for version, arch, said in (
         (None, SM90, "flashinfer is not installed: sm90 needs flashinfer-python >= 0.7.0"),
         ("0.6.18", SM90, "flashinfer 0.6.18 is too old"),
-        ("0.7.4", SM90, "0.7.4 serves tinygemm, cutile, cublaslt, cudnn; kept from dispatch: no recorded run"),
+        ("0.7.4", SM90, "0.7.4 serves tinygemm, cutile, cublaslt, cudnn"),
+        ("0.7.4", SM103, "0.7.4 serves cute-dsl, tinygemm, cutile, cutlass, cublaslt, cudnn; kept from dispatch: no recorded run"),
     ):
         monkeypatch.setattr("lowlat_gemm.kernels.flashinfer.installed_version", lambda: version)
         monkeypatch.setattr(environment, "find_gpus", lambda: ([Gpu(0, device_of(arch), arch)], None))

@@ -28,8 +28,8 @@ class Backend:
     holds it and ``compile_kernel``.
     ``invariance(config)``: what a token's bits depend on besides its own row. Two configs of equal answers give equal
     bits at every M, however large; None: the bits, or whether it can serve, depend on M.
-    ``proven``: the modules of ``kernel_modules`` whose code hw_matrix/records shows right on some generation, with nothing
-    open against it. Until then it compiles and is tested, and the dispatcher takes it for not built.
+    ``proven``: the compile targets whose code hw_matrix/records shows right, there or on another generation that runs the
+    same code, with nothing open against it. Until then it compiles and is tested, and the dispatcher takes it for not built.
     ``unavailable(arch)``: why the package that brings the kernels cannot serve a generation; None where it can, and for
     our own, whose packages are ``missing_packages``' business.
     ``layout_refusal(config, x, weight)``: what it asks of operands beyond ``check_operands``; None: nothing.
@@ -46,17 +46,19 @@ class Backend:
     layout_refusal: Callable[[Any, Any, Any], Refusal | None] | None = None
 
     def proven_on(self, arch: Arch) -> bool:
-        """Whether the code that runs on ``arch`` has been run: by one generation for all that share it."""
-        return self.kernel_modules.get(arch.compile_target) in self.proven
+        """Whether the dispatcher may take it on ``arch``."""
+        return arch.compile_target in self.proven
 
 
 def _on_every_generation(code: str) -> dict[str, str]:
     return {arch.compile_target: code for arch in ARCHES}
 
 
-def _backend(host, code: Mapping[str, str], *, invariance: Callable[[Any], Hashable | None], proven: set[str]) -> Backend:
-    """The backend of a kernel's host-side module ``host``; ``code``: its ``kernel_modules``."""
-    return Backend(host.NAME, host.parse_config, host.why_not, host.compile_unit, code, invariance, frozenset(proven))
+def _backend(host, code: Mapping[str, str], shown_on: Arch, *, invariance: Callable[[Any], Hashable | None]) -> Backend:
+    """The backend of a kernel's host-side module ``host``; ``code``: its ``kernel_modules``, of which the one of the
+    generation ``shown_on`` has been run, for all that share it."""
+    proven = frozenset(target for target, module in code.items() if module == code[shown_on.compile_target])
+    return Backend(host.NAME, host.parse_config, host.why_not, host.compile_unit, code, invariance, proven)
 
 
 _SPLIT_K_CODE = _on_every_generation("split_k_sm100_kernel") | {SM90.compile_target: "split_k_sm90_kernel"}
@@ -65,10 +67,10 @@ _SPLIT_K_CODE = _on_every_generation("split_k_sm100_kernel") | {SM90.compile_tar
 _BACKENDS = {
     made.name: made
     for made in (
-        _backend(skinny, _on_every_generation("skinny_kernel"), invariance=lambda config: None, proven={"skinny_kernel"}),
-        _backend(fused_a, _on_every_generation("fused_a_kernel"), invariance=lambda config: (fused_a.NAME, config.k_warps), proven={"fused_a_kernel"}),
+        _backend(skinny, _on_every_generation("skinny_kernel"), SM90, invariance=lambda config: None),
+        _backend(fused_a, _on_every_generation("fused_a_kernel"), SM90, invariance=lambda config: (fused_a.NAME, config.k_warps)),
         # Nobody has run it from SM100 on.
-        _backend(split_k, _SPLIT_K_CODE, invariance=lambda config: (split_k.NAME, config.split), proven={"split_k_sm90_kernel"}),
+        _backend(split_k, _SPLIT_K_CODE, SM90, invariance=lambda config: (split_k.NAME, config.split)),
     )
 }
 
@@ -83,8 +85,8 @@ _FOREIGN = {
         _on_every_generation("flashinfer_kernel"),
         # A tactic is chosen for each M.
         invariance=lambda config: None,
-        # No recorded run has gone through this backend.
-        proven=frozenset(),
+        # The kernels behind the one call differ by generation; from SM100 on no recorded run has gone through them.
+        proven=frozenset({SM90.compile_target}),
         unavailable=flashinfer.unavailable,
         layout_refusal=flashinfer.layout_refusal,
     )
