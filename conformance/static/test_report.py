@@ -82,10 +82,37 @@ def test_a_tuning_run(tmp_path):
     excluded = [{"backend": "split_k", "config": {"rows": 8}, "reason": "hung"}]
     found = report.summarise(_write(tmp_path / "t.json", cells, excluded=excluded, not_reached=[[64, 256]]))
     assert found.kind == "tune"
-    assert found.means == [report.Mean("plain", 1, 2, 2.0, 0.5), report.Mean("with residual", 1, 1, 1.5, 0.9)]
+    small = "under 6 MB"
+    assert found.means == [report.Mean(small, 1, 2, 2.0, 0.5), report.Mean(f"{small}, with residual", 1, 1, 1.5, 0.9)]
     assert found.worst[0] == report.Worst("64x128 M=1", 0.9, "baseline")
     kept, excluded, not_reached = found.notes
     assert kept.startswith("3 of 4 measured cells kept") and "hung" in excluded and "1 shapes" in not_reached
+
+
+@pytest.mark.parametrize(
+    "shape, group",
+    [((1536, 128), "under 6 MB"), ((2304, 1536), "6 to 20 MB"), ((1536, 7168), "20 to 40 MB"), ((3072, 7168), "40 to 85 MB"),
+     ((6288, 7168), "85 MB and more")],
+)  # fmt: skip
+def test_weights_are_grouped_by_their_size(shape, group):
+    assert report.weight_group(*shape) == group
+
+
+def test_of_several_tuning_runs_the_newest_of_each_cell_counts(tmp_path, lowlat):
+    def cell(n, over_floor, **more):
+        winner = {"backend": "skinny", "config": {}}
+        return {"n": n, "k": 128, "m": 1, "residual": False, "winner": winner, "over_floor": over_floor, "over_baseline": 0.5} | more
+
+    machine = {"gpu": {"name": "NVIDIA H200"}}
+    older = _write(tmp_path / "new/a.json", [cell(64, 9.0), cell(32, 2.0)], started="2026-01-01", machine=machine)
+    newer = _write(tmp_path / "b.json", [cell(64, 4.0), cell(128, None, winner=None)], started="2026-01-02", machine=machine)
+    other = _write(tmp_path / "c.json", [_timed(1, floor=1.0, ours=2.0)], kind="bench")
+    for paths in ([older, newer, other], [newer, other, older]):
+        (together,) = report.tuned_together(paths)
+        assert together.path == "2 tuning runs on NVIDIA H200 together" and together.cells == 3
+        assert [(mean.cells, mean.over_floor) for mean in together.means] == [(2, pytest.approx(8**0.5, rel=1e-4))]
+    assert report.tuned_together([older, other]) == []
+    assert "2 tuning runs on NVIDIA H200 together" in lowlat("report", tmp_path)[1]
 
 
 def test_host_costs(tmp_path):
@@ -136,6 +163,6 @@ def test_the_command_prints_tables_markdown_and_json(lowlat):
     assert code == 0 and "geometric means" in out and "7168x14336 M=2" in out
     code, out, _ = lowlat("report", "--markdown", RECORDS)
     assert code == 0 and "| back_to_back, cold, PDL on | 1 | 11 | 1.208 | 0.713 |" in out
-    assert out.count("## ") == len(list(RECORDS.glob("*.json")))
+    assert out.count("## ") == len(list(RECORDS.glob("*.json"))) + 1, "each record, and the tuning runs together"
     code, out, _ = lowlat("report", "--json", path)
     assert code == 0 and json.loads(out)[0]["means"][0]["cells"] == 11

@@ -270,9 +270,10 @@ def report(
     """What records say: geometric means by M, worst cells, what was wrong. Exit code 1 when a cell of one failed."""
     from lowlat_cli import report as report_module
 
-    found = [report_module.summarise(path) for path in report_module.find_records(paths)]
-    if not found:
+    files = report_module.find_records(paths)
+    if not files:
         raise CannotRun(f"no record in {', '.join(map(str, paths))}")
+    found = [*map(report_module.summarise, files), *report_module.tuned_together(files)]
     if as_json:
         _print_json([one.to_json() for one in found])
     elif markdown:

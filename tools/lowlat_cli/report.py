@@ -64,6 +64,20 @@ class Summary:
         return asdict(self)
 
 
+#: Sizes of a weight, in MB, by which the cells of a tuning run are grouped: how far from the floor a launch ends goes by it.
+WEIGHT_SIZES = (6, 20, 40, 85)
+
+
+def weight_group(n: int, k: int) -> str:
+    """The group of a BF16 weight [n, k]: "6 to 20 MB"."""
+    megabytes = 2 * n * k / 1e6
+    above = [size for size in WEIGHT_SIZES if megabytes >= size]
+    below = [size for size in WEIGHT_SIZES if megabytes < size]
+    if not above:
+        return f"under {below[0]} MB"
+    return f"{above[-1]} to {below[0]} MB" if below else f"{above[-1]} MB and more"
+
+
 def find_records(paths: Iterable[Path]) -> list[Path]:
     """The JSON files of ``paths``, folders searched through. OSError for a path that is not there."""
     found: list[Path] = []
@@ -76,16 +90,52 @@ def find_records(paths: Iterable[Path]) -> list[Path]:
 
 def summarise(path: Path) -> Summary:
     """Reads one record. ValueError, naming the file, for what is none."""
+    return _summarise(str(path), read_record(path))
+
+
+def read_record(path: Path) -> dict:
+    """A record's JSON. ValueError, naming the file, for what is none."""
     try:
         record = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("cells"), list) or "schema" not in record:
         raise ValueError(f"{path}: no record: it has no schema and cells")
+    return record
+
+
+def kind_of(record: dict) -> str:
+    """What made a record: "tune", "bench", ...; "unknown"."""
     cells = record["cells"]
-    kind = record.get("kind") or next((kind for key, kind in _KINDS.items() if cells and key in cells[0]), "unknown")
+    return record.get("kind") or next((kind for key, kind in _KINDS.items() if cells and key in cells[0]), "unknown")
+
+
+def join_tuned(records: Iterable[dict]) -> dict:
+    """One record of several tuning runs on one kind of GPU: each cell as the newest run that measured it has it, by weight
+    and M."""
+    ordered = sorted(records, key=lambda record: record["started"])
+    cells = {(c["n"], c["k"], c["m"], c["residual"]): c for record in ordered for c in record["cells"]}
+    by_weight = sorted(cells.values(), key=lambda c: (c["n"] * c["k"], c["n"], c["m"], c["residual"]))
+    return ordered[-1] | {"command": "lowlat tune, the newest run of each cell", "cells": by_weight, "excluded": [], "not_reached": []}
+
+
+def tuned_together(paths: Iterable[Path]) -> list[Summary]:
+    """For each GPU of which there are several tuning runs among the records, what they say together."""
+    by_gpu: dict[str, list[dict]] = {}
+    for record in map(read_record, paths):
+        if kind_of(record) == "tune":
+            by_gpu.setdefault(record["machine"]["gpu"]["name"], []).append(record)
+    return [
+        _summarise(f"{len(records)} tuning runs on {gpu} together", join_tuned(records))
+        for gpu, records in by_gpu.items()
+        if len(records) > 1
+    ]
+
+
+def _summarise(path: str, record: dict) -> Summary:
+    kind, cells = kind_of(record), record["cells"]
     gpu = (record.get("machine") or {}).get("gpu") or {}
-    head = Summary(str(path), kind, record.get("command", ""), gpu.get("name"), record.get("commit"), len(cells))
+    head = Summary(path, kind, record.get("command", ""), gpu.get("name"), record.get("commit"), len(cells))
     reader = _READERS.get(kind)
     if reader is None:
         head.notes.append(f"a record of kind {kind!r}: nothing is known of its cells")
@@ -112,7 +162,8 @@ def _add_means(head: Summary, rows: Iterable[tuple[str, int, float | None, float
     groups: dict[tuple[str, int], list[tuple[float | None, float | None]]] = {}
     for group, m, *ratios in rows:
         groups.setdefault((group, m), []).append(tuple(ratios))
-    for (group, m), ratios in sorted(groups.items()):
+    order = list(dict.fromkeys(group for group, _ in groups))
+    for (group, m), ratios in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
         means = []
         for column in zip(*ratios):
             known = [value for value in column if value is not None]
@@ -148,8 +199,8 @@ def _bench(record: dict, head: Summary) -> None:
 def _tune(record: dict, head: Summary) -> None:
     kept = [cell for cell in record["cells"] if cell["winner"] is not None]
     rows = []
-    for cell in kept:
-        group = "with residual" if cell["residual"] else "plain"
+    for cell in sorted(kept, key=lambda cell: (cell["residual"], cell["n"] * cell["k"])):
+        group = weight_group(cell["n"], cell["k"]) + ", with residual" * cell["residual"]
         rows.append((group, cell["m"], cell["over_floor"], cell["over_baseline"]))
     _add_means(head, rows)
     _add_worst(head, [Worst(_name(cell), cell["over_baseline"], "baseline") for cell in kept])
