@@ -1,9 +1,10 @@
 """Runs parts of the GPU suite under compute-sanitizer: memcheck, racecheck and synccheck, kernel by kernel.
 
-    python -m conformance.sanitize --arch sm90 [--kernel skinny] [--record FILE]
+    python -m conformance.sanitize --arch sm90 [--kernel skinny] [--jobs 4] [--record FILE]
 
 torch's caching allocator is off, so that memcheck sees the end of a tensor and not that of a pool. Each run has a time
-limit; what a tool reports, or a failed test, fails the run, and the report's lines are printed and recorded.
+limit; what a tool reports, or a failed test, fails the run, and the report's lines are printed and recorded. Several run
+side by side: most of their time is the tool's own, on the CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lowlat_cli import environment
@@ -78,6 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", required=True)
     parser.add_argument("--kernel", choices=list(PARTS), action="append")
+    parser.add_argument("--jobs", type=int, default=4, help="tools that run side by side")
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
@@ -88,13 +91,14 @@ def main() -> int:
         print(f"no {arguments.arch} GPU here: {why or gpus[0]}", file=sys.stderr)
         return 2
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+    runs = [(tool, kernel, arguments.arch) for kernel in arguments.kernel or PARTS for tool in TOOLS]
     outcomes = []
-    for kernel in arguments.kernel or PARTS:
-        for tool in TOOLS:
-            outcome = run_tool(tool, kernel, arguments.arch)
+    with ThreadPoolExecutor(max_workers=max(1, arguments.jobs)) as side_by_side:
+        for outcome in side_by_side.map(lambda run: run_tool(*run), runs):
             outcomes.append(outcome | {"clean": is_clean(outcome)})
             verdict = "clean" if is_clean(outcome) else f"{outcome['errors']} errors"
-            print(f"{kernel} {tool}: {verdict}; {outcome['tests']}", *outcome["report"], sep="\n  ", flush=True)
+            head = f"{outcome['kernel']} {outcome['tool']}: {verdict}; {outcome['tests']}"
+            print(head, *outcome["report"], sep="\n  ", flush=True)
     if arguments.record is not None:
         command = command_line("python -m conformance.sanitize", sys.argv[1:])
         record = make_sanitizer_record(command, outcomes, gpus[0], started, time.monotonic() - clock)

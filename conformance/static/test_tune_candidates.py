@@ -129,7 +129,7 @@ def test_rank_correlation():
 def test_variants_differ_in_what_they_should():
     one = Candidate("split_k", replace(SplitKConfig(64, 64, 4, 7), token_stages=5))
     found = [variant.config for variant in variants(one, 7168)]
-    assert {c.trigger for c in found} >= {2, 4, 6, 8, 10, 12, 14} and len(set(found)) == len(found)
+    assert {c.trigger for c in found} >= {2, 4, 6, 8, 10, 12} and len(set(found)) == len(found)
     assert {c.token_stages for c in found} == {0, 4, 5, 6} and {0, 4, 7} <= {c.prefetch for c in found}
     assert {(c.rows, c.split, c.token_columns) for c in found} == {(64, 4, 64)} and 6 in {c.stages for c in found}
     small = Candidate("split_k", SplitKConfig(56, 8, 4, 6, k_blocks=2))

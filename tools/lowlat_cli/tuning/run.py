@@ -4,8 +4,8 @@
     refine   per token class: the variants of the best tilings
     final    per M: the finalists of its class in two separate passes, in the first one also in the linked chain
 
-Everything that a stage needs is compiled before it, in parallel processes. Shapes are screened all at first, so that
-there are two such waves and not two a shape.
+Everything that a stage needs is compiled before it, in parallel processes, which take seconds to start. So shapes go
+through a stage together: through the first all of them, through the others so many that a run that is stopped has rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowlat_gemm.arch import Arch, DeviceProperties
@@ -50,6 +50,8 @@ PASSES = (1, 2)
 #: K up to which warps that stream the weight into registers are tried in earnest, and up to which before all else: there
 #: a launch's latency decides, which the model knows little of.
 SHORT_K, TINY_K = 3584, 256
+#: Shapes that go through the later stages together.
+TOGETHER = 8
 
 
 @dataclass
@@ -82,16 +84,28 @@ class Tuner:
                 break
             screened[shape] = {job: self._measure(job) for job in screens[shape]}
             self._check_model(screened[shape])
-        refines = {shape: list(self._refines(screened[shape])) for shape in screened}
-        self._compile(job for jobs in refines.values() for job in jobs)
-        for shape in shapes:
-            if shape not in screened or self._out_of_time():
-                self.outcome.not_reached.append(shape)
-                continue
-            refined = {job: self._measure(job) for job in refines[shape]}
-            self._finals(shape, screened[shape], refined)
+        for first in range(0, len(shapes), TOGETHER):
+            self._later_stages(shapes[first : first + TOGETHER], screened)
         self.progress(1, 1, "done")
         return self.outcome
+
+    def _later_stages(self, shapes: Sequence[Shape], screened: Mapping[Shape, dict[Job, JobResult]]) -> None:
+        """Refines and finishes the shapes that were screened, while there is time; the others are not reached."""
+        begun = [shape for shape in shapes if shape in screened and not self._out_of_time()]
+        refines = {shape: list(self._refines(screened[shape])) for shape in begun}
+        self._compile(job for jobs in refines.values() for job in jobs)
+        finals: dict[Shape, list[Job]] = {}
+        for shape in begun:
+            if self._out_of_time():
+                break
+            refined = {job: self._measure(job) for job in refines[shape]}
+            finals[shape] = self._finals(shape, self._finalists(screened[shape], refined))
+        self._compile(job for jobs in finals.values() for job in jobs)
+        for shape in shapes:
+            if shape not in finals or self._out_of_time():
+                self.outcome.not_reached.append(shape)
+            else:
+                self._finish(shape, finals[shape])
 
     def _screens(self, shape: Shape) -> Iterator[Job]:
         n, k = shape.n, shape.k
@@ -132,13 +146,12 @@ class Tuner:
                 unique = tuple(dict.fromkeys([*again, *found]))
                 yield replace(job, stage="refine", chains=chains_for(job.n, job.k), candidates=unique)
 
-    def _finals(self, shape: Shape, screened: dict[Job, JobResult], refined: dict[Job, JobResult]) -> None:
+    def _finals(self, shape: Shape, finalists: Mapping[int, Sequence[Candidate]]) -> list[Job]:
+        """Two passes over every M of a shape. ``finalists``: by width of token tile at which they were screened."""
         n, k = shape.n, shape.k
-        finalists = self._finalists(screened, refined)
-        residuals = (False, True) if (n, k) in self.request.residual else (False,)
         jobs = []
         for turn in PASSES:
-            for residual in residuals:
+            for residual in self._residuals(shape):
                 for one in self.request.classes:
                     for m in one.tokens:
                         found = [c.narrowed(one.columns) for c in finalists[screened_width(one.columns)]]
@@ -148,12 +161,19 @@ class Tuner:
                             turn=turn, residual=residual, chains=chains_for(n, k)[: 2 if turn == 1 else 1],
                         )  # fmt: skip
                         jobs.append(job)
-        self._compile(jobs)
-        for job in jobs:
+        return jobs
+
+    def _residuals(self, shape: Shape) -> tuple[bool, ...]:
+        return (False, True) if (shape.n, shape.k) in self.request.residual else (False,)
+
+    def _finish(self, shape: Shape, finals: Iterable[Job]) -> None:
+        """Measures the finals and chooses the shape's rows."""
+        n, k = shape.n, shape.k
+        for job in finals:
             passes = self.outcome.passes.setdefault((n, k, job.residual), {})
             passes.setdefault(job.m, []).append(self._measure(job))
         label = "/".join(dict.fromkeys(name.split()[0] for name in shape.names))
-        for residual in residuals:
+        for residual in self._residuals(shape):
             times = row_times(self.outcome.passes[n, k, residual])
             # What broke at a later M is not trusted at an earlier one.
             times = {m: {c: t for c, t in at.items() if c not in self.supervisor.excluded} for m, at in times.items()}
