@@ -23,9 +23,16 @@ def capture(calls: Iterable[Callable[[], object]], *, pdl: bool = True) -> torch
 
 
 def _record(graph: torch.cuda.CUDAGraph, calls: Iterable[Callable[[], object]]) -> None:
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    """What ``torch.cuda.graph`` does, without giving the allocator's free memory back to the driver before: a tuning run
+    captures thousands of graphs, and would ask for it again after each."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        try:
+            for call in calls:
+                call()
+        finally:
+            graph.capture_end()
 
 
 def cut_programmatic_edges(raw_graph: int) -> int:
