@@ -92,6 +92,12 @@ class Recorder:
     def __init__(self, keep_graph=False):
         self.keep_graph, self.log = keep_graph, []
 
+    def capture_begin(self):
+        self.log.append("begin")
+
+    def capture_end(self):
+        self.log.append("end")
+
     def raw_cuda_graph(self):
         assert self.keep_graph, "a graph that torch has instantiated cannot be edited"
         return 1
@@ -107,7 +113,9 @@ def recorder(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
 def test_the_edges_are_cut_before_the_graph_is_instantiated(keep, recorder, monkeypatch):
@@ -115,10 +123,20 @@ def test_the_edges_are_cut_before_the_graph_is_instantiated(keep, recorder, monk
     cut, calls = graphs.cut_programmatic_edges, []
     monkeypatch.setattr(graphs, "cut_programmatic_edges", lambda raw: calls.append(("cut", cut(raw))))
     graph = graphs.capture([lambda: calls.append("launch")], pdl=False)
-    assert calls == ["launch", ("cut", 1)] and graph.log == ["instantiate"]
+    assert calls == ["launch", ("cut", 1)] and graph.log == ["begin", "end", "instantiate"]
     calls.clear()
     graph = graphs.capture([lambda: calls.append("launch")])
-    assert calls == ["launch"] and graph.log == [] and not graph.keep_graph
+    assert calls == ["launch"] and graph.log == ["begin", "end"] and not graph.keep_graph
+
+
+def test_a_capture_ends_where_a_call_raises(recorder, monkeypatch):
+    import torch
+
+    kept = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: kept.append(Recorder()) or kept[0])
+    with pytest.raises(ZeroDivisionError):
+        graphs.capture([lambda: 1 / 0])
+    assert kept[0].log == ["begin", "end"]
 
 
 def test_kernels_are_named_in_their_order_and_other_nodes_by_their_kind(keep, recorder):
