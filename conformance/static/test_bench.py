@@ -360,3 +360,9 @@ def test_pictures(tmp_path):
     ]  # fmt: skip
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     assert plots.plot_bench([replace(cells[0], timings={})], tmp_path, "H200") == []
+
+@pytest.mark.parametrize("megabytes, copies", [(90, 14), (22, 55), (1.5, 800), (0.4, 1024), (0.066, 3031), (900, 2)])
+def test_copies_are_cold_and_no_more_than_it_takes(megabytes, copies):
+    weight_bytes = int(megabytes * 1e6)
+    assert measure.copies_of(weight_bytes) == copies
+    assert copies * weight_bytes >= measure.LEAST_COPIES_BYTES

@@ -196,3 +196,10 @@ def test_operands_are_fresh_and_a_run_can_be_repeated(lowlat, small, no_gpu):
     first, second = run(), run()
     assert first[0] != second[0] and first[1] != second[1]
     assert run("--seed", first[0]) == first
+
+
+def test_a_shape_that_the_model_has_gets_its_projections_names():
+    given = [checking.Shape(3072, 7168, ("3072x7168",)), checking.Shape(1000, 2048, ("1000x2048",))]
+    named, other = checking.with_names(given, "kimi_k3")
+    assert (named.n, named.k) == (3072, 7168) and all(name.endswith("tp4") for name in named.names), named
+    assert other is given[1] and checking.with_names(given, "nobody_knows_it") == given

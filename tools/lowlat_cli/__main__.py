@@ -231,12 +231,14 @@ def tune(
     Exit code 1: a candidate was wrong, hung or crashed, or a shape was not reached; what was found is written even so.
     """
     gpu, shapes, counts, title = _timing_request(model, tp, shape, tokens, record)
-    from lowlat_cli import parsing
+    from lowlat_cli import checking, parsing
     from lowlat_cli.tuning import command
     from lowlat_cli.tuning import report as tune_report
     from lowlat_cli.tuning.supervise import TuneError
 
     family = model if family is None else family
+    if family == model:
+        shapes = checking.with_names(shapes, model)
     path = command.table_path(family, gpu.arch, table)
     _need_writable(path, "--table")
     _need_writable(journal, "--journal")

@@ -47,6 +47,15 @@ def model_shapes(model: str, tps: Iterable[int]) -> list[Shape]:
     return [Shape(n, k, tuple(found)) for (n, k), found in names.items()]
 
 
+def with_names(shapes: Iterable[Shape], model: str) -> list[Shape]:
+    """``shapes``, those that ``model`` has at a usual TP size under the names of its projections."""
+    known: dict[tuple[int, int], Shape] = {}
+    for tp in (1, 2, 4, 8, 16):
+        with contextlib.suppress(ValueError):  # not every size divides every model
+            known = {(shape.n, shape.k): shape for shape in model_shapes(model, (tp,))} | known
+    return [known.get((shape.n, shape.k), shape) for shape in shapes]
+
+
 class _Operands:
     """One shape's random operands and FP64 references for the largest M; fewer tokens are its first rows."""
 

@@ -5,7 +5,8 @@ kernels a candidate needs. Replays of the candidates take turns; a time is the m
 launches. Inputs are random normal numbers (zeros run faster). Floors drift by a few percent between runs: compare
 ratios within a run. Three switches, ``Mode``:
 
-- weights: ``cold``, copies of 1.2 GB in total, each read by one launch, so that no launch finds its weight in L2;
+- weights: ``cold``, copies of 1.2 GB in total, each read by one launch, so that no launch finds its weight in L2; of a
+  small weight 1024 copies, or more where these would be less than 200 MB, four times the L2 of an H200;
   ``warm``, one copy for all launches, which a weight smaller than L2 finds there.
 - pdl: with programmatic dependent launch, or with every programmatic edge of the graph made a full one.
 - chain: ``back_to_back``, the GEMM after its own twin. ``linked`` puts between two GEMMs what stands there in a model,
@@ -30,6 +31,8 @@ from .floor_kernel import CTAS_PER_SM, compiled_streaming_read
 from .graphs import capture
 
 COPIES_BYTES = 1_200_000_000
+#: A graph need not be longer than this to be timed, where its copies are still so many bytes.
+ENOUGH_COPIES, LEAST_COPIES_BYTES = 1024, 200_000_000
 REPLAYS = 21
 #: Replays from which the floor's best grid is chosen.
 PROBES = 3
@@ -91,6 +94,12 @@ def interleaved(
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
+def copies_of(weight_bytes: int, copies_bytes: int = COPIES_BYTES) -> int:
+    """How many copies of a weight are laid out, each for one launch of a graph."""
+    enough = max(ENOUGH_COPIES * weight_bytes, LEAST_COPIES_BYTES)
+    return max(2, math.ceil(min(copies_bytes, enough) / weight_bytes))
+
+
 class ShapeCopies:
     """The copies of one shape's weight, random tokens with their FP64 result, and the graphs over them.
 
@@ -101,7 +110,7 @@ class ShapeCopies:
         self.shape, self.gpu = shape, gpu
         self.device = torch.device("cuda", gpu.ordinal)
         self.weight_bytes = 2 * shape.elements
-        self.copies = max(2, math.ceil(copies_bytes / self.weight_bytes))
+        self.copies = copies_of(self.weight_bytes, copies_bytes)
         generator = torch.Generator(self.device).manual_seed(0)
         self.weights = torch.empty(self.copies, shape.n, shape.k, dtype=torch.bfloat16, device=self.device)
         for copy in self.weights:
