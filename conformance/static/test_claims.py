@@ -8,11 +8,13 @@ from pathlib import Path
 
 from conformance import sanitize
 from conformance.cases import table_cases
+from lowlat_cli import report
 from lowlat_gemm.arch import SM90
+from lowlat_gemm.models import projection_shapes
 
 ROOT = Path.cwd()  # pytest's root, with and without Bazel
 README = (ROOT / "README.md").read_text()
-RECORD = "hw_matrix/records/sm90/h200-tune-k3-tp8-tp4.json"
+TUNED = sorted((ROOT / "hw_matrix/records/sm90").glob("h200-tune-k3-*.json"))
 
 
 def test_every_link_into_the_repository_exists():
@@ -20,13 +22,14 @@ def test_every_link_into_the_repository_exists():
     assert links and [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_the_cells_that_the_readme_calls_measured_are_in_the_record():
-    """Every measured cell of the SM90 table is a winner of the run that the README names, with that run's config."""
-    record = json.loads((ROOT / RECORD).read_text())
-    assert record["machine"]["gpu"]["name"] == "NVIDIA H200" and record["excluded"] == []
+def test_the_cells_that_the_readme_calls_measured_are_in_the_records():
+    """Every measured cell of the SM90 table is a winner of the newest run that measured it, with that run's config."""
+    records = [json.loads(path.read_text()) for path in TUNED]
+    assert all(record["machine"]["gpu"]["name"] == "NVIDIA H200" and record["excluded"] == [] for record in records)
+    cells = report.join_tuned(records)["cells"]
     won = {
         (c["n"], c["k"], c["m"], c["residual"]): (c["winner"]["backend"], c["winner"]["config"])
-        for c in record["cells"]
+        for c in cells
         if c["winner"]
     }
     measured = {
@@ -35,20 +38,33 @@ def test_the_cells_that_the_readme_calls_measured_are_in_the_record():
         if case.cell.provenance.kind == "measured"
     }
     said = int(re.search(r"SM90: (\d+) measured cells", README)[1])
-    assert said == len(measured) == len(won), f"the README says {said}, the table {len(measured)}, the record {len(won)}"
+    assert said == len(measured) == len(won), f"the README says {said}, the table {len(measured)}, the records {len(won)}"
     assert measured == won, [key for key in measured if measured[key] != won.get(key)]
-    rows = int(re.search(r"SM90: (\d+) rows, all of TP8 and two of TP4, measured", README)[1])
-    assert rows == len({key[:2] for key in measured})
+    shapes = {key[:2] for key in measured}
+    rows, sizes = re.search(r"SM90: (\d+) rows, all of ((?:TP\d+(?:, | and )?)+), measured", README).groups()
+    assert int(rows) == len(shapes)
+    missing = {
+        (shape.n, shape.k) for tp in re.findall(r"TP(\d+)", sizes) for shape in projection_shapes("kimi_k3", int(tp))
+    } - shapes
+    assert not missing, f"{sizes}: {missing} have no row"
+    lost, all_cells = map(int, re.search(r"(\d+) of (\d+) measured\s+cells, all above 16 tokens", README).groups())
+    without = [c["m"] for c in cells if not c["winner"]]
+    assert (lost, all_cells) == (len(without), len(cells)) and min(without) > 16
 
 
-def test_the_means_of_the_readme_are_those_of_the_record():
-    means = json.loads((ROOT / RECORD).read_text())["geometric_means"]
-    table = re.search(r"\| M \|(.+)\|\n\|[-|]+\n\| x floor \|(.+)\|\n\| x cuBLAS \|(.+)\|\n", README)
-    tokens, floor, baseline = ([cell.strip() for cell in row.split("|")] for row in table.groups())
-    assert len(tokens) == len(floor) == len(baseline) >= 5
-    for m, over_floor, over_baseline in zip(tokens, floor, baseline):
-        want = f"{means[m]['over_floor']:.3f}", f"{means[m]['over_baseline']:.3f}"
-        assert (over_floor, over_baseline) == want, f"M = {m}: the README says {over_floor, over_baseline}, the record {want}"
+def test_the_means_of_the_readme_are_those_of_the_records():
+    (together,) = report.tuned_together(TUNED)
+    head, *rows = re.findall(r"^\| (weight|(?:under )?\d+ .*?MB.*?) \| (.+) \|$", README, re.MULTILINE)
+    tokens = [int(word.removeprefix("M = ")) for word in head[1].split(" | ")[1:]]
+    groups = list(dict.fromkeys(mean.group for mean in together.means if "residual" not in mean.group))
+    assert len(tokens) >= 5 and [name for name, _ in rows] == groups
+    for name, row in rows:
+        means = {mean.m: mean for mean in together.means if mean.group == name}
+        shapes, *ratios = row.split(" | ")
+        assert int(shapes) == max(mean.cells for mean in means.values()), name
+        for m, said in zip(tokens, ratios, strict=True):
+            want = f"{means[m].over_floor:.3f} / {means[m].over_baseline:.3f}"
+            assert said == want, f"{name}, M = {m}: the README says {said}, the records {want}"
 
 
 def test_the_sanitizer_found_nothing():

@@ -7,6 +7,7 @@ predecessor ends, it then does after; its ``griddepcontrol.wait`` returns at onc
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 
 import torch
@@ -26,13 +27,19 @@ def _record(graph: torch.cuda.CUDAGraph, calls: Iterable[Callable[[], object]]) 
     """What ``torch.cuda.graph`` does, without giving the allocator's free memory back to the driver before: a tuning run
     captures thousands of graphs, and would ask for it again after each."""
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin()
-        try:
-            for call in calls:
-                call()
-        finally:
-            graph.capture_end()
+    collects = gc.isenabled()
+    gc.disable()  # a graph of an earlier job that is collected now would be refused its end
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def cut_programmatic_edges(raw_graph: int) -> int:
