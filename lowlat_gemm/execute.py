@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -34,6 +35,8 @@ from .tables import TableError
 
 _LOG = logging.getLogger("lowlat_gemm")
 
+#: Seconds between two lines of the log while kernels are made.
+TELL_EVERY_S = 5.0
 #: Subclasses (fake, distributed, quantized tensors) mean something else by their storage.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _TABLE_DTYPE = getattr(torch, TABLE_DTYPE)
@@ -47,18 +50,32 @@ def _make(unit: CompileUnit) -> Made:
 COMPILE_CACHE = CompileCache(_make)
 
 
+class LoggedProgress:
+    """Tells the log now and then how many kernels are made, where it takes long: a server's start says what it waits for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._said = clock, clock()
+
+    def __call__(self, done: int, total: int) -> None:
+        if done < total and self._clock() - self._said >= TELL_EVERY_S:
+            self._said = self._clock()
+            _LOG.info("%d of %d kernels are made", done, total)
+
+
 def compile_ahead(
-    units: Iterable[CompileUnit], progress: Callable[[int, int], None] = lambda done, total: None
+    units: Iterable[CompileUnit], progress: Callable[[int, int], None] | None = None
 ) -> dict[CompileUnit, str]:
     """Makes ``units`` before anything is served, in several processes where that pays; returns what failed, and why.
 
-    While the current stream is captured, another package's kernels are among what failed, and can be made later.
+    ``progress(done, total)``: by default the log is told. While the current stream is captured, another package's kernels
+    are among what failed, and can be made later.
     """
     units, refused = list(units), {}
     if any(map(is_foreign, units)) and torch.cuda.is_current_stream_capturing():
         refused = {unit: f"{unit.kernel} cannot be prepared in a CUDA graph capture" for unit in filter(is_foreign, units)}
     made = [unit for unit in units if unit not in refused]
-    return refused | make_all(made, COMPILE_CACHE, store_in(settings_module.current().cache_dir), progress=progress)
+    store = store_in(settings_module.current().cache_dir)
+    return refused | make_all(made, COMPILE_CACHE, store, progress=progress or LoggedProgress())
 
 
 class NotCompiledError(RuntimeError):

@@ -231,7 +231,7 @@ def test_many_units_go_through_processes_and_come_back(tmp_path, monkeypatch):
     seen = []
     problems = compiling.make_all(units, cache, objects, processes=2, progress=lambda *step: seen.append(step))
     assert problems == {} and (cache.compiles, cache.loads) == (0, 2) and all(callable(cache.peek(unit)) for unit in units)
-    assert seen == [(0, 2), (1, 2), (2, 2)]
+    assert seen == sorted(seen) and (seen[0], seen[-1]) == ((0, 2), (2, 2)) and len(seen) > 3, f"only from here: {seen}"
 
 
 def test_a_store_is_filled_by_other_processes_alone(tmp_path, monkeypatch):

@@ -283,7 +283,7 @@ def test_the_measured_table_says_where_its_figures_are_from():
     """SM90: which rows are measured changes with each tuning run; each of their cells names a run on the table's device."""
     table = load_table("kimi_k3", "sm90")
     kinds = [cell.provenance.kind for _, cell in table.cells()]
-    assert kinds.count("measured") > 200 and set(kinds) == {"measured", "interpolated", "public"}
+    assert kinds.count("measured") > 200 and {"measured", "interpolated"} <= set(kinds) <= {"measured", "interpolated", "public"}
     for key, cell in table.cells():
         if cell.provenance.kind == "measured":
             source = table.sources[cell.provenance.source]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from conformance.fakes import TOY_K as K
 from conformance.fakes import TOY_N as N
 from conformance.fakes import bf16, clean_settings  # noqa: F401
 from conformance.fakes import toy_gpu as gpu  # noqa: F401
-from lowlat_gemm import request_low_latency_warmup, settings, try_low_latency_gemm
+from lowlat_gemm import execute, request_low_latency_warmup, settings, try_low_latency_gemm
 
 pytestmark = pytest.mark.usefixtures("clean_settings")
 
@@ -42,3 +44,13 @@ def test_on_a_cpu():
 def test_while_disabled(gpu):
     settings.change(disabled=True)
     assert request_low_latency_warmup(bf16(N, K)) == 0 == gpu.cache.compiles
+
+
+def test_a_start_that_takes_long_says_how_far_it_is(caplog):
+    times = iter([0.0, 1.0, 6.0, 6.0, 7.0, 20.0])
+    told = execute.LoggedProgress(clock=lambda: next(times))
+    with caplog.at_level(logging.INFO, logger="lowlat_gemm"):
+        for done in (0, 1, 2):
+            told(done, 3)
+        told(3, 3)
+    assert caplog.messages == ["1 of 3 kernels are made"]

@@ -26,6 +26,8 @@ _LOG = logging.getLogger("lowlat_gemm")
 
 #: Name of the exported function in every object.
 _ENTRY = "lowlat_gemm_kernel"
+#: Seconds between two looks at what other processes have made.
+POLL_S = 0.25
 #: Units below which another process is not worth its start (importing the compiler takes seconds, a unit a fraction).
 UNITS_PER_PROCESS = 8
 
@@ -118,21 +120,31 @@ def make_all(
     """Brings ``units`` into ``cache``, in several processes where that pays; returns what could not be made, and why.
 
     ``store``: the one that ``cache`` makes kernels through; without one, each unit is compiled in this process.
-    ``processes``: at most so many, by default one a core but one. ``progress(done, total)`` is called as units finish.
+    ``processes``: at most so many, by default one a core but one. ``progress(done, total)`` is called as units finish, in
+    another process or in this one.
     """
     wanted = [unit for unit in dict.fromkeys(units) if cache.peek(unit) is None and cache.failed(unit) is None]
     most = max(1, (os.cpu_count() or 2) - 1) if processes is None else processes
-    progress(0, len(wanted))
+    finished = 0
+
+    def tell(done: int) -> None:
+        nonlocal finished
+        finished = max(finished, done)
+        progress(finished, len(wanted))
+
+    tell(0)
     if store is not None:
         missing = _missing(wanted, store)
-        _make_in_processes(missing, min(most, len(missing) // UNITS_PER_PROCESS), store)
+        count = min(most, len(missing) // UNITS_PER_PROCESS)
+        if count > 1:  # for few units another process is not worth its start
+            _make_in_processes(missing, count, store, lambda made, of: tell(len(wanted) - of + made))
     problems = {}
     for done, unit in enumerate(wanted, 1):
         try:
             cache.get(unit)
         except CompileError as error:
             problems[unit] = str(error)
-        progress(done, len(wanted))
+        tell(done)
     return problems
 
 
@@ -154,14 +166,9 @@ def _missing(units: Iterable[CompileUnit], store: ObjectStore) -> list[CompileUn
 
 
 def _make_in_processes(
-    units: Sequence[CompileUnit], count: int, store: ObjectStore, progress: Callable[[int, int], None] | None = None
+    units: Sequence[CompileUnit], count: int, store: ObjectStore, progress: Callable[[int, int], None]
 ) -> None:
-    """Has ``count`` processes put ``units`` into ``store``. What one fails to make is left to the caller.
-
-    With ``progress``, which is called about once a second, a single process is worth its start.
-    """
-    if count < (2 if progress is None else 1):
-        return
+    """Has ``count`` processes put ``units`` into ``store``. What one fails to make is left to the caller."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", f"{__package__}.worker", str(store.folder)]
     workers = []
@@ -173,8 +180,8 @@ def _make_in_processes(
             worker.stdin.close()
         except OSError as error:
             _LOG.warning("no compile process (%s); its kernels are compiled here", error)
-    while progress is not None and any(worker.poll() is None for worker in workers):
-        time.sleep(1)
+    while any(worker.poll() is None for worker in workers):
+        time.sleep(POLL_S)
         progress(len(units) - len(_missing(units, store)), len(units))
     for worker in workers:
         if worker.wait():
