@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +27,23 @@ class MachineCode:
 
 
 def _tool(name: str) -> str:
-    found = shutil.which(name)
+    """The tool of the package nvidia-cuda-NAME where it is installed, else the one on PATH: a toolkit of a machine may be
+    older than the generations that are compiled for here."""
+    packaged = os.pathsep.join(os.path.join(entry, "nvidia/cu13/bin") for entry in sys.path)
+    found = shutil.which(name, path=packaged) or shutil.which(name)
     if found is None:
-        raise FileNotFoundError(f"{name} is not on PATH: install the package nvidia-cuda-{name}")
+        raise FileNotFoundError(f"{name} is not installed: the package nvidia-cuda-{name} brings it")
     return found
 
 
 def read_cubin(path: Path) -> MachineCode:
-    """Reads the one kernel of a cubin. Raises CalledProcessError when the tools cannot."""
+    """Reads the one kernel of a cubin. Raises ValueError with the tool's word when one cannot."""
 
     def run(*command: str) -> str:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
 
     usage = run(_tool("cuobjdump"), "-res-usage", str(path))
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)

@@ -9,7 +9,8 @@ from pathlib import Path
 from conformance import sanitize
 from conformance.cases import table_cases
 from lowlat_cli import report
-from lowlat_gemm.arch import SM90
+from lowlat_gemm.arch import ARCHES, SM90
+from lowlat_gemm.kernels.registry import backend
 from lowlat_gemm.models import projection_shapes
 
 ROOT = Path.cwd()  # pytest's root, with and without Bazel
@@ -65,6 +66,14 @@ def test_the_means_of_the_readme_are_those_of_the_records():
         for m, said in zip(tokens, ratios, strict=True):
             want = f"{means[m].over_floor:.3f} / {means[m].over_baseline:.3f}"
             assert said == want, f"{name}, M = {m}: the README says {said}, the records {want}"
+
+
+def test_flashinfer_is_dispatched_where_a_record_shows_its_kernel_right():
+    record = json.loads((ROOT / "hw_matrix/records/sm90/h200-flashinfer.json").read_text())
+    assert record["machine"]["gpu"]["name"] == "NVIDIA H200" and record["versions"]["flashinfer-python"]
+    ran = {test["id"] for test in record["tests"] if test["outcome"] == "passed" and "[tinygemm-default]" in test["id"]}
+    assert len(ran) == 2 and len(record["tests"]) == sum(test["outcome"] == "passed" for test in record["tests"])
+    assert [arch for arch in ARCHES if backend("flashinfer", arch)] == [SM90]
 
 
 def test_the_sanitizer_found_nothing():

@@ -71,6 +71,16 @@ def test_a_run_of_the_sanitizer(tmp_path):
     assert found.failures == ["kda racecheck: 3 errors, 2 passed"] and found.failed
 
 
+def test_a_run_of_the_suite(tmp_path):
+    tests = [{"id": "a", "outcome": "passed"}, {"id": "b", "outcome": "failed"}]
+    shard = report.summarise(_write(tmp_path / "a.json", [], kind="conformance shard", suite="gpu_sm90", tests=tests))
+    assert shard.notes == ["gpu_sm90: 1 passed, 1 failed"] and shard.failures == ["b: failed"]
+    cells = [{"n": 64, "k": 128, "m": 3, "arch": "sm90", "status": "failed", "reason": "wrong"}]
+    merged = _write(tmp_path / "b.json", cells, kind="conformance", suite="gpu_sm90", tests=[], outcomes={"passed": 9})
+    assert report.summarise(merged).notes == ["gpu_sm90: 9 passed"]
+    assert report.summarise(merged).failures == ["sm90 64x128 M=3: wrong"]
+
+
 def test_a_tuning_run(tmp_path):
     def cell(m, winner, over_floor, over_baseline, residual=False):
         shape = {"n": 64, "k": 128, "m": m, "residual": residual, "winner": winner}

@@ -6,6 +6,7 @@ from the cells here, not taken from the record, so that records of both schemas 
 
 from __future__ import annotations
 
+import collections
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -239,6 +240,16 @@ def _startup(record: dict, head: Summary) -> None:
         head.notes.append(f"{cell['way']}: {cell['total']:.2f} s for {cell['units']} kernels ({phases})")
 
 
+def _conformance(record: dict, head: Summary) -> None:
+    """A run of the conformance suite, merged from its shards or of one alone."""
+    outcomes = record.get("outcomes") or collections.Counter(test["outcome"] for test in record["tests"])
+    head.notes.append(f"{record['suite']}: " + ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
+    head.failures.extend(f"{test['id']}: {test['outcome']}" for test in record["tests"] if test["outcome"] == "failed")
+    for cell in record["cells"]:
+        if cell["status"] == Status.FAILED.value:
+            head.failures.append(f"{cell['arch']} {_name(cell)}: {cell['reason']}")
+
+
 def _sanitizer(record: dict, head: Summary) -> None:
     for run in record["cells"]:
         said = f"{run['kernel']} {run['tool']}: {run['errors']} errors, {run['tests']}"
@@ -248,7 +259,7 @@ def _sanitizer(record: dict, head: Summary) -> None:
 #: How the cells of each kind of record are read.
 _READERS = {
     "bench": _bench, "tune": _tune, "check": _check, "host": _host, "kda": _kda, "sanitizer": _sanitizer,
-    "startup": _startup,
+    "startup": _startup, "conformance": _conformance, "conformance shard": _conformance,
 }  # fmt: skip
 
 
