@@ -1,11 +1,12 @@
 """How long a candidate takes, predicted: good enough to leave out what cannot win, never to choose what does.
 
-    time = fixed + p-norm(stream, steps, read) + reduction        all in microseconds
+    split_k          time = fixed + p-norm(stream, in flight, busiest SM, read, steps) + waves + reduction + store
+    fused_a, skinny  time = fixed + p-norm(stream, steps, read) + reduction              all in microseconds
 
-``stream``: the weight's bytes at the rate of a streaming read, slowed where the grid leaves SMs idle or the rings hold
-too little in flight. ``steps``: what one CTA needs for its slice of K, one stage after the other.
-``read``: all tiles out of L2, the tokens once for every tile of weight rows. A tuning run reports
-how the ranking compared with what it measured.
+``stream``: the weight's bytes at the rate of a streaming read. ``in flight``: the same where the rings hold too little of
+it. ``busiest SM``: the tiles of the SM that has most. ``read``: all tiles out of L2, the tokens once for every tile of
+weight rows. ``steps``: what one CTA needs for its slice of K, one stage after the other. A tuning run reports how the
+ranking compared with what it measured.
 """
 
 from __future__ import annotations
@@ -23,44 +24,66 @@ from .candidates import HALF_AN_SM, Candidate, tiling_of
 
 
 @dataclass(frozen=True)
-class Constants:
-    """Fitted to the H200 times in conformance/data/split_k_sm90_times.json and to which configs won there, except
-    ``latency_us`` (assumed) and where a source is named. That of ``fused_a`` and ``skinny`` is the same memory system
-    and no fit: a tuning run shows how well it orders them.
+class StreamConstants:
+    """Of ``fused_a`` and ``skinny``, no fit: a tuning run shows how well they order these.
 
     ``stream_share``: of the peak bandwidth, that a streaming read of cold weights reaches (the floor of the records
-    in hw_matrix/records/sm90). ``fixed_us``: a launch's share that does not overlap its neighbours. ``step_us``: one
-    stage through barrier and tensor core; ``norm``: how far stream and steps hide each other (1: not at all).
-    ``fill_weight``: how much of the idle SMs' share is lost, the rest is made up by the CTAs of the next launch.
-    ``l2_gbs``: rate at which L2 gives weight and token tiles. ``rank_us``, ``reduce_gbs``: exchange of partial sums,
-    a step for each doubling of the ranks and the bytes of one CTA. ``latency_us``: of a loaded memory system, by
-    Little's law.
+    in hw_matrix/records/sm90). ``fixed_us``: a launch's share that does not overlap its neighbours. ``norm``: how far
+    the parts hide each other (1: not at all). ``fill_weight``: how much of the idle SMs' share is lost, the rest is made
+    up by the CTAs of the next launch. ``l2_gbs``: rate at which L2 gives weight and token tiles. ``rank_us``: exchange of
+    partial sums, for each doubling of the warps over K. ``latency_us``: of a loaded memory system, by Little's law.
     """
 
     stream_share: float = 0.92
     fixed_us: float = 0.75
-    step_us: float = 0.0466
     norm: float = 3.0
     fill_weight: float = 0.093
     l2_gbs: float = 14_000.0
     rank_us: float = 0.118
-    reduce_gbs: float = 26.3
     latency_us: float = 1.0
 
 
-CONSTANTS = Constants()
+@dataclass(frozen=True)
+class SplitKConstants:
+    """Fitted to the H200 times in conformance/data: 3,429 of split_k_sm90_screens.json, the near-best of each class most,
+    and those of split_k_sm90_times.json.
+
+    ``cluster_share``: of the SMs' places for CTAs, that clusters of three and more fill: a GPC's SMs are no multiple of
+    them, and a launch that asks for more takes two waves.
+    ``busy_stages``: of a ring, that request nothing: one is multiplied, one is on its way to be. ``sm_gbs``: the most
+    that one SM takes. ``step_us``: a stage's barrier (of two blocks half as much again), ``product_us``: its products, for
+    each block of 64 K, 8 token columns and row warpgroup. ``wave_us``: each wave after the first. ``rank_us``,
+    ``reduce_gbs``: exchange of partial sums, a step for each doubling of the ranks and the bytes of one CTA.
+    ``store_gbs``: of y.
+    """
+
+    stream_share: float = 0.9513
+    fixed_us: float = 0.8379
+    latency_us: float = 0.8188
+    busy_stages: float = 1.5202
+    sm_gbs: float = 81.1
+    l2_gbs: float = 12_811.0
+    step_us: float = 0.0666
+    product_us: float = 0.009
+    norm: float = 3.6396
+    wave_us: float = 0.25
+    rank_us: float = 0.1305
+    reduce_gbs: float = 10.72
+    store_gbs: float = 1_617.0
+    cluster_share: float = 0.89
 
 
-def predict_us(
-    candidate: Candidate, n: int, k: int, m: int, device: DeviceProperties, constants: Constants = CONSTANTS
-) -> float:
+STREAM, SPLIT_K = StreamConstants(), SplitKConstants()
+
+
+def predict_us(candidate: Candidate, n: int, k: int, m: int, device: DeviceProperties) -> float:
     """Microseconds of one launch in a chain of its own copies, cold weights."""
     predict = {split_k.NAME: _split_k_us, fused_a.NAME: _fused_a_us, skinny.NAME: _skinny_us}[candidate.backend]
-    return predict(candidate.config, n, k, m, device, constants)
+    return predict(candidate.config, n, k, m, device)
 
 
 def _stream_us(
-    n: int, k: int, ctas: int, per_sm: int, in_flight: float, device: DeviceProperties, c: Constants
+    n: int, k: int, ctas: int, per_sm: int, in_flight: float, device: DeviceProperties, c: StreamConstants = STREAM
 ) -> float:
     """The weight through the SMs: ``ctas`` of which an SM holds ``per_sm``, each with ``in_flight`` bytes requested."""
     sms = device.sm_count
@@ -79,22 +102,35 @@ def _norm(p: float, *values: float) -> float:
     return sum(value**p for value in values) ** (1 / p)
 
 
-def _split_k_us(config, n: int, k: int, m: int, device: DeviceProperties, c: Constants) -> float:
-    row_tiles, token_tiles = -(-n // config.rows), -(-m // config.token_columns)
-    ctas = row_tiles * token_tiles * config.split
+def _split_k_us(config, n: int, k: int, m: int, device: DeviceProperties, c: SplitKConstants = SPLIT_K) -> float:
+    clusters, token_tiles = -(-n // config.rows) * -(-m // config.token_columns), -(-m // config.token_columns)
+    ctas = clusters * config.split
     per_sm = 2 if shared_memory_bytes(config) <= HALF_AN_SM else 1
-    in_flight = config.stages * config.rows * config.stage_k * 2
-    stream = _stream_us(n, k, ctas, per_sm, in_flight, device, c) * token_tiles
-    waves = math.ceil(ctas / (device.sm_count * per_sm))
-    # A stage of two blocks costs its barrier once and its products twice.
-    steps = waves * math.ceil(k / config.split / config.stage_k) * c.step_us * (1 + 0.5 * (config.k_blocks - 1))
-    read = 2 * k * token_tiles * row_tiles * (config.rows + config.token_columns) / (c.l2_gbs * 1e3)
-    reduced = config.rows * config.token_columns * 4 * (config.split - 1) / config.split
-    reduction = c.rank_us * math.log2(config.split) + reduced / (c.reduce_gbs * 1e3)
-    return c.fixed_us + _norm(c.norm, stream, steps, read) + reduction
+    share = 1.0 if config.split <= 2 else c.cluster_share
+    places = [max(1, int(share * device.sm_count * each / config.split)) for each in (1, per_sm)]  # for clusters
+    waves = math.ceil(clusters / places[1])
+    busiest = 1 if clusters <= places[0] else waves * per_sm  # CTAs of the SM that has most
+    k_of_cta = math.ceil(math.ceil(k / split_k.K_UNIT) / config.split) * split_k.K_UNIT
+
+    weight = 2 * n * k * token_tiles
+    peak = 1e3 * (device.bandwidth_gbs or 4814.0) * c.stream_share  # bytes a microsecond
+    requested = min((config.stages - c.busy_stages) * config.stage_k, k_of_cta) * config.rows * 2
+    in_flight = weight * c.latency_us / (min(clusters, places[1]) * config.split * requested)
+    busiest_sm = busiest * config.rows * k_of_cta * 2 / (c.sm_gbs * 1e3)
+    read = (weight + 2 * ctas * k_of_cta * config.token_columns) / (c.l2_gbs * 1e3)
+    warpgroups = -(-config.rows // split_k.WARPGROUP_ROWS)
+    products = c.product_us * config.k_blocks * config.token_columns / 8 * warpgroups
+    # A stage of two blocks costs its barrier less than twice.
+    step = c.step_us * (1 + 0.5 * (config.k_blocks - 1)) + products
+    steps = waves * math.ceil(k_of_cta / config.stage_k) * step
+    exchanged = config.rows * config.token_columns * 4 * (config.split - 1) / config.split
+    reduction = c.rank_us * math.log2(config.split) + exchanged / (c.reduce_gbs * 1e3)
+    store = 2 * m * n / (c.store_gbs * 1e3)
+    main = _norm(c.norm, weight / peak, in_flight, busiest_sm, read, steps)
+    return c.fixed_us + main + c.wave_us * (waves - 1) + reduction + store
 
 
-def _fused_a_us(config, n: int, k: int, m: int, device: DeviceProperties, c: Constants) -> float:
+def _fused_a_us(config, n: int, k: int, m: int, device: DeviceProperties, c: StreamConstants = STREAM) -> float:
     config = fused_a.resolved(config, k)
     groups = fused_a.token_groups(m)
     token_tiles = -(-m // (groups * fused_a.TOKEN_GROUP))
@@ -112,7 +148,7 @@ def _fused_a_us(config, n: int, k: int, m: int, device: DeviceProperties, c: Con
     return c.fixed_us + _norm(c.norm, stream, steps, read) + exchange
 
 
-def _skinny_us(config, n: int, k: int, m: int, device: DeviceProperties, c: Constants) -> float:
+def _skinny_us(config, n: int, k: int, m: int, device: DeviceProperties, c: StreamConstants = STREAM) -> float:
     ctas = -(-n // config.outputs_per_block)
     registers = skinny.registers(config, m) + skinny.REGISTER_MARGIN
     per_sm = max(1, min(2048 // config.block_size, 65_536 // (registers * config.block_size), 32))
