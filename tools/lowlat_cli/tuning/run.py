@@ -47,9 +47,11 @@ REFINED, FINALISTS, FINALISTS_IN_BOTH = 2, 3, 2
 REFINED_OF_TINY_K = 6
 SCREEN_REPLAYS, FINAL_REPLAYS = 5, 15
 PASSES = (1, 2)
-#: K up to which warps that stream the weight into registers are tried in earnest, and up to which before all else: there
-#: a launch's latency decides, which the model knows little of.
-SHORT_K, TINY_K = 3584, 256
+#: K up to which a launch's latency decides, of which the model of ``split_k`` knows little.
+TINY_K = 256
+#: (bytes of a weight up to which, candidates of ``fused_a`` as a share of ``split_k``'s): the smaller the weight, the more
+#: often warps that stream it into registers win. None that won on the H200 was beyond these by its model.
+FUSED_A_SHARES = ((6_000_000, 1.0), (12_000_000, 0.5), (math.inf, 0.17))
 #: Shapes that go through the later stages together.
 TOGETHER = 8
 
@@ -113,7 +115,7 @@ class Tuner:
             m, most = one.screened, self.request.most
             chosen, probes = self._pruned(tilings(self.arch, n, k, m), n, k, m, most, PROBES)
             warps = fused_a_candidates(self.arch, n, k, m)
-            share = 2 if k <= TINY_K else 0.5 if k <= SHORT_K else 0.17
+            share = next(share for size, share in FUSED_A_SHARES if 2 * n * k <= size)
             chosen += self._pruned(warps, n, k, m, math.ceil(most * share), 0)[0]
             job = self._job("screen", shape, m, [*chosen, *probes], SCREEN_REPLAYS)
             self._probes[job.identity] = frozenset(probes)
