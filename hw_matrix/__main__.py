@@ -109,7 +109,8 @@ def merge(
         if not path.exists():
             raise ValueError(f"{path} is not there")
     try:
-        made = merging.merge(merging.find_shards(paths), load_runners(), generation, with_gpu=not without_gpu)
+        found, sources = merging.find_shards(paths), root() / "conformance"
+        made = merging.merge(found, load_runners(), generation, sources, with_gpu=not without_gpu)
     except merging.MergeError as error:
         for problem in error.problems:
             ERR.print(f"not merged: {problem}", highlight=False, soft_wrap=True)

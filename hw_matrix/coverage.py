@@ -43,7 +43,8 @@ MEANING = {
     Proof.WAIVED: "ran on a GPU of the generation and was wrong, or did not end; a reviewed waiver in force names"
     " its test",
     Proof.FAILED: "ran on a GPU of the generation and was wrong, or did not end",
-    Proof.MODEL: "no hardware: its kernel was followed step by step in a model of the generation, and was right there",
+    Proof.MODEL: "no hardware: its kernel compiles, and every order of its pipeline's steps, in small (two ranks, two"
+    " stages, two or three tiles), ends well in a model of the generation",
     Proof.COMPILED: "no hardware: its kernel compiles for the generation and fits in registers and shared memory,"
     " without spills",
     Proof.NONE: "no record shows anything of the cell as the table has it now",

@@ -1,6 +1,7 @@
 """Joins the records of a suite's shards into one, or says what is missing: nothing is lost quietly.
 
-Refused are: a missing or double shard, shards that collected different tests or did not run what they collected,
+Refused are: a missing or double shard, shards that collected different tests or did not run what they collected, a
+suite of which the repository has more test files than ran,
 another GPU, driver or compiler than ``runners.toml`` names, several commits, a tree with local changes, a test that
 failed, and a cell of the generation's tables that did not run on its kernel.
 """
@@ -86,6 +87,17 @@ def shard_problems(shards: Sequence[Record]) -> list[str]:
     return []
 
 
+def file_problems(shards: Sequence[Record], folder: Path) -> list[str]:
+    """Test files of a suite's ``folder`` of which no test is in the shards: shards agree on what a part of the suite
+    collected just as well."""
+    wanted = {path.name for path in folder.glob("test_*.py")}
+    if not wanted:
+        return [f"{folder}: no test files there to compare with"]
+    ran = {Path(test["id"].split("::")[0]).name for shard in shards for test in shard.data["tests"]}
+    missing = sorted(wanted - ran)
+    return [f"no test of {_some(missing)} ran"] if missing else []
+
+
 def machine_problems(shards: Sequence[Record], runner: Runner, *, on_gpu: bool) -> list[str]:
     """Where the shards ran on something else than the runner has; without ``on_gpu`` its compiler alone counts."""
     found = []
@@ -139,10 +151,13 @@ def joined(shards: Sequence[Record]) -> dict:
     }
 
 
-def merge(shards: Sequence[Record], runners: Mapping[str, Runner], arch: Arch, *, with_gpu: bool = True) -> list[dict]:
+def merge(
+    shards: Sequence[Record], runners: Mapping[str, Runner], arch: Arch, sources: Path, *, with_gpu: bool = True
+) -> list[dict]:
     """The joined records of a generation: that of its GPU suite, and that of its cross-compile suite where it is among
-    the shards (without ``with_gpu`` that alone). Every other suite in there must be whole and right as well. Raises
-    MergeError with everything that is wrong."""
+    the shards (without ``with_gpu`` that alone). Every other suite in there must be whole and right as well: of each
+    test file that ``sources``, the folder ``conformance``, has for it some test ran. Raises MergeError with everything
+    that is wrong."""
     by_suite: dict[str, list[Record]] = {}
     for shard in shards:
         by_suite.setdefault(shard.data["suite"], []).append(shard)
@@ -152,7 +167,7 @@ def merge(shards: Sequence[Record], runners: Mapping[str, Runner], arch: Arch, *
     if needed not in by_suite:
         problems.append(f"no record of {needed} among {_some(by_suite) or 'no shards at all'}")
     for suite, members in by_suite.items():
-        found = shard_problems(members)
+        found = shard_problems(members) or file_problems(members, sources / suite.removesuffix(f"_{arch}"))
         if not found:
             record = joined(members)
             found = _test_problems(record)

@@ -21,18 +21,21 @@ def _residual(case, data):
 
 
 def test_no_token_launches_nothing_and_leaves_no_error(arch):
-    """An empty slice of a packed buffer, three dimensions, and in a capture: a refusal each, no sticky error."""
+    """An empty slice of a packed buffer, three dimensions, a residual, and in a capture: a refusal each, no sticky error."""
     case = next(case for case in kernel_cases(arch) if not case.residual)
     data = operands(case.n, case.k, "random")
     packed = torch.zeros(5, case.k, dtype=torch.bfloat16, device="cuda")
     empty = packed[5:5]
 
-    def refused(x) -> Reason:
-        result = execute.run_or_refuse(x, data.weight, x.new_empty(0, case.n) if case.residual else None)
+    def refused(x, weight=data.weight, residual=None) -> Reason:
+        result = execute.run_or_refuse(x, weight, residual)
         assert isinstance(result, Refusal), f"{tuple(x.shape)}: {result}"
         return result.reason
 
     assert refused(empty) is Reason.TOKENS
+    for other in [case for case in kernel_cases(arch) if case.residual][:1]:
+        weight, residual = operands(other.n, other.k, "random").weight, empty.new_empty(0, other.n)
+        assert refused(empty.new_empty(0, other.k), weight, residual) is Reason.TOKENS
     assert refused(empty.view(0, 1, case.k)) is Reason.RANK
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

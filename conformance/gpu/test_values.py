@@ -36,6 +36,19 @@ def test_a_bad_token_stays_in_its_row(case, kernel):
     assert torch.equal(y[: case.m - 1], clean[: case.m - 1]), f"{case}: a NaN token leaked into other rows"
 
 
+@pytest.mark.one_case_per_unit(residual=True)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=["nan", "inf"])
+def test_a_bad_residual_stays_in_its_element(case, kernel, value):
+    data = operands(case.n, case.k, "random")
+    residual = data.residual[: case.m].clone()
+    clean = kernel(data.x[: case.m], data.weight, residual)
+    residual[case.m - 1, case.n // 2] = value
+    y = kernel(data.x[: case.m], data.weight, residual)
+    assert not torch.isfinite(y[case.m - 1, case.n // 2]), f"{case}: {value} in the residual is lost"
+    y[case.m - 1, case.n // 2] = clean[case.m - 1, case.n // 2]
+    assert torch.equal(y, clean), f"{case}: {value} leaked into {int((y != clean).sum())} other elements"
+
+
 def test_zeros_and_subnormals(case, kernel):
     weight = torch.zeros(case.n, case.k, dtype=torch.bfloat16, device="cuda")
     x = torch.ones(case.m, case.k, dtype=torch.bfloat16, device="cuda")

@@ -137,7 +137,16 @@ def test_the_records_of_the_repository_are_read_and_counted():
 # --- joining shards
 
 
-def test_whole_shards_are_one_record(tmp_path):
+@pytest.fixture
+def sources(tmp_path):
+    """A folder of suites, each of the one file that the shards here are of."""
+    for suite in ("gpu", "crosscompile", "static"):
+        (tmp_path / "repository/conformance" / suite).mkdir(parents=True)
+        (tmp_path / "repository/conformance" / suite / "test_x.py").touch()
+    return tmp_path / "repository/conformance"
+
+
+def test_whole_shards_are_one_record(tmp_path, sources):
     """From folders and from the archive that Bazel makes of a test's outputs."""
     shards = shards_of()
     (tmp_path / "a").mkdir()
@@ -146,7 +155,7 @@ def test_whole_shards_are_one_record(tmp_path):
     with zipfile.ZipFile(tmp_path / "outputs.zip", "w") as archive:
         for shard in shards[1:]:
             archive.writestr(f"{shard.name}.json", json.dumps(shard.data))
-    (record,) = merge(find_shards([tmp_path]), RUNNERS, SM90)
+    (record,) = merge(find_shards([tmp_path]), RUNNERS, SM90, sources)
     assert record["shards"] == 3 and record["outcomes"] == {"passed": len(table_cases(SM90))} and record["tests"] == []
     assert counts(cell_states(SM90, [Record("r", record)], RUNNERS["sm90"]))[Proof.HARDWARE] == len(table_cases(SM90))
     assert file_name(record) == "gpu-2026-12-01-0123456.json"
@@ -208,40 +217,50 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_what_is_not_whole_is_not_merged(how):
+def test_what_is_not_whole_is_not_merged(how, sources):
     shards = [Record(shard.name, copy.deepcopy(shard.data)) for shard in shards_of()]
     BROKEN[how][0](shards)
     with pytest.raises(MergeError) as caught:
-        merge(shards, RUNNERS, SM90)
+        merge(shards, RUNNERS, SM90, sources)
     assert BROKEN[how][1] in str(caught.value), str(caught.value)
 
 
-def test_a_waived_cell_ran():
+def test_a_part_of_a_suite_is_not_the_suite(sources):
+    """Shards of a run of some files agree with one another: what there is to run is in the repository."""
+    (sources / "gpu/test_y.py").touch()
+    with pytest.raises(MergeError, match="gpu_sm90: no test of test_y.py ran"):
+        merge(shards_of(), RUNNERS, SM90, sources)
+    with pytest.raises(MergeError, match="gpu_sm90: .*nowhere.gpu: no test files there to compare with"):
+        merge(shards_of(), RUNNERS, SM90, sources / "nowhere")
+
+
+def test_a_waived_cell_ran(sources):
     shards = shards_of(status="waived")
     for shard in shards:
         for test in shard.data["tests"]:
             test["outcome"] = "waived"
-    (record,) = merge(shards, RUNNERS, SM90)
+    (record,) = merge(shards, RUNNERS, SM90, sources)
     assert record["outcomes"] == {"waived": CELLS} and len(record["tests"]) == CELLS
 
 
-def test_without_a_gpu_the_cross_compile_suite_is_joined_and_every_suite_must_be_whole():
+def test_without_a_gpu_the_cross_compile_suite_is_joined_and_every_suite_must_be_whole(sources):
     compiled = shards_of(SM103, status="compiled", suite="crosscompile", gpu=None)
-    (record,) = merge(compiled, RUNNERS, SM103, with_gpu=False)
+    (record,) = merge(compiled, RUNNERS, SM103, sources, with_gpu=False)
     assert record["counts"]["compiled"] == len(table_cases(SM103)) and file_name(record).startswith("crosscompile-")
     with pytest.raises(MergeError, match="no record of gpu_sm103 among crosscompile_sm103"):
-        merge(compiled, RUNNERS, SM103)
+        merge(compiled, RUNNERS, SM103, sources)
     static = shards_of(SM103, status="reference", suite="static", gpu=None)[:2]
     with pytest.raises(MergeError, match="static_sm103: need each of shards 0 to 2 once, found 0, 1"):
-        merge(compiled + static, RUNNERS, SM103, with_gpu=False)
+        merge(compiled + static, RUNNERS, SM103, sources, with_gpu=False)
 
 
 # --- the command
 
 
 @pytest.fixture
-def hw_matrix(monkeypatch, capsys):
-    """Runs the command in this process: (exit code, stdout, stderr)."""
+def hw_matrix(monkeypatch, capsys, sources):
+    """Runs the command in this process, in a repository of its own: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("BUILD_WORKSPACE_DIRECTORY", str(sources.parent))
     monkeypatch.setattr(command.OUT, "width", 200)
     monkeypatch.setattr(command.ERR, "width", 200)
     monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)

@@ -104,7 +104,7 @@ def test_changes_are_those_of_the_last_two_records_of_a_kind():
     ]
     said = changes([_bench("2026-12-01", 12.0), _bench("2026-12-02", 15.0)])
     assert said == [
-        "bench 2026-12-01 to bench 2026-12-02: ours over the floor changed by +25.0 % over 2 cells; "
+        "bench 2026-12-01 to bench 2026-12-02: ours over cuBLAS changed by +25.0 % over 2 cells; "
         "0 faster, 2 slower by more than 3 %"
     ]
 

@@ -83,6 +83,20 @@ def screened(count: int) -> list[str]:
     return [str(one) for one in next(iter(tuner._screens(shape))).candidates[:count]]
 
 
+def test_a_slow_a_wrong_and_a_hanging_candidate_are_left_out(lowlat, fake_gpu, tmp_path):
+    """The last two named, with the reason; the slow one, which is right, goes no further than its screening."""
+    slow, wrong, hangs = screened(3)
+    fake_gpu.update({slow: "slow", wrong: "wrong", hangs: "hang"})
+    code, said, _, record = run(lowlat, tmp_path)
+    found = json.loads(record.read_text())
+    reasons = {str(Candidate.from_json(one)): one["reason"] for one in found["excluded"]}
+    assert code == 1 and reasons.keys() == {wrong, hangs}
+    assert reasons[wrong].startswith("wrong: ") and reasons[hangs] == "hung: nothing for 2 s"
+    assert all(f"excluded {name}: {reason}" in said for name, reason in reasons.items())
+    went_on = {str(Candidate.from_json(one)) for cell in found["cells"] if cell["m"] <= 4 for one in cell["finalists"]}
+    assert went_on and not went_on & {slow, wrong, hangs}, went_on
+
+
 def test_a_cut_run_goes_on_from_its_journal(lowlat, fake_gpu, tmp_path, monkeypatch):
     fake_gpu.update(zip(screened(2), ("wrong", "die")))
     journal = tmp_path / "journal.jsonl"

@@ -87,6 +87,15 @@ def test_apply_with_residual(gpu, model, m):
         assert same_bits(y, torch.addmm(residual, x, layer.weight.data.t()))
 
 
+def test_a_row_parallel_layer_takes_no_residual(gpu, model):
+    adapter.install(model)
+    layer = model["row"]
+    assert layer.reduce_results and layer.tp_size == 1
+    layer.tp_size = 2
+    with pytest.raises(ValueError, match="added 2 times"):
+        layer.quant_method.apply_with_residual(layer, bf16(1, K), bf16(1, N))
+
+
 # ---- what is left alone
 
 

@@ -52,10 +52,13 @@ class PlannedMethod:
     def residual_or_refuse(self, layer: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor):
         """x @ weight.T + residual from a kernel, the sum in FP32 before the one rounding; or the Refusal, logged.
 
-        x: [M, K], residual: [M, N]; y: [M, N]. Under a compiler always a Refusal.
+        x: [M, K], residual: [M, N]; y: [M, N]. Under a compiler always a Refusal, and for a layer whose outputs are
+        summed over ranks: each would add the residual.
         """
         if torch.compiler.is_compiling():  # nothing that the frameworks compile has such a call site
             return Refusal(Reason.TRACING)
+        if ranks := _summed_ranks(layer):
+            return Refusal(Reason.LAYER, f"its outputs are summed over {ranks} ranks: the residual would be added by each")
         weight = storage_of(layer.weight)
         y = run_or_refuse(x, weight, residual, names_of(self.lowlat_tables))
         if type(y) is Refusal:
@@ -65,9 +68,17 @@ class PlannedMethod:
         return y
 
     def apply_with_residual(self, layer: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """As ``residual_or_refuse``, or torch's own addmm."""
+        """As ``residual_or_refuse``, or torch's own addmm. ValueError for a layer whose outputs are summed over ranks."""
+        if ranks := _summed_ranks(layer):
+            raise ValueError(f"a residual here would be added {ranks} times, once by each rank: add it after the sum")
         y = self.residual_or_refuse(layer, x, residual)
         return torch.addmm(residual, x, layer.weight.t()) if type(y) is Refusal else y
+
+
+def _summed_ranks(layer: torch.nn.Module) -> int:
+    """How many ranks' outputs a row-parallel layer adds up; 0 for a layer that adds none."""
+    ranks = getattr(layer, "tp_size", 1) if getattr(layer, "reduce_results", False) else 1
+    return ranks if ranks > 1 else 0
 
 
 @functools.cache
