@@ -102,6 +102,12 @@ def table_cases(arch: Arch) -> list[Case]:
     return cases
 
 
+def optional_count(arch: Arch) -> int:
+    """How many optional cells the tables of a generation have: another package's, served where it is and is proven."""
+    tables = [load_table(family, name) for family, name in available_tables() if name == arch.name]
+    return sum(1 for table in tables for _ in table.optional_cells())
+
+
 def kernel_cases(arch: Arch) -> list[Case]:
     """The cells whose backend the dispatcher has, also one that its predicate refuses: such a cell is to fail."""
     return [case for case in table_cases(arch) if backend(case.cell.backend, arch) is not None]

@@ -52,6 +52,13 @@ def render(summary: Summary) -> str:
         "Times are geometric means over the benchmarked cells that a kernel of ours serves: cold weights, PDL, GEMM",
         "after GEMM; the floor is a streaming read of the weight's bytes in the same run.",
     ]
+    beside = [f"{generation.optional} on {generation.arch.name.upper()}" for generation in summary.generations if generation.optional]
+    if beside:
+        parts += [
+            "",
+            f"Optional cells, kernels of another package that beat the table's own where it is installed: {', '.join(beside)}.",
+            "They are not among the cells above, nothing is shown of them, and they are not dispatched.",
+        ]
     if said:
         parts += ["", "Since the last record:", "", *said]
     parts += ["", "## Words", "", *words]

@@ -110,6 +110,8 @@ def _facts(generation: Generation) -> str:
     facts = [(str(len(generation.states)), "cells")]
     facts += [(str(count), str(proof)) for proof, count in generation.proofs.items() if count]
     facts += [(str(count), f"{kind} choices") for kind, count in generation.provenances.items() if count]
+    if generation.optional:
+        facts.append((str(generation.optional), "optional cells beside them, nothing shown, not dispatched"))
     if worst is not None:
         where = f"{worst.case.n} x {worst.case.k}, M = {worst.case.m}"
         facts.append((f"{worst.worst_share:.2f}", f"worst error / its bound ({where})"))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conformance.cases import optional_count
 from lowlat_gemm.arch import ARCHES, Arch
 from lowlat_gemm.tables import PROVENANCE_KINDS
 
@@ -51,6 +52,11 @@ class Generation:
     records: tuple[Record, ...]
     times: tuple[Times, ...]
     changes: tuple[str, ...]
+
+    @property
+    def optional(self) -> int:
+        """Optional cells of the generation's tables; they are not among its cells, and no record shows any of them."""
+        return optional_count(self.arch)
 
     @property
     def proofs(self) -> dict[Proof, int]:

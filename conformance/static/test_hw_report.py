@@ -12,7 +12,8 @@ from hw_matrix import markdown, page
 from hw_matrix.coverage import Proof, Record, load_records
 from hw_matrix.summary import changes, newest_times, summarize
 from lowlat_gemm.arch import ARCHES, SM90, SM103
-from lowlat_gemm.tables import PROVENANCE_KINDS
+from lowlat_gemm.kernels.registry import backend
+from lowlat_gemm.tables import PROVENANCE_KINDS, available_tables, load_table
 
 ROOT = Path.cwd()  # pytest's root, with and without Bazel
 
@@ -177,3 +178,14 @@ def test_a_tuning_run_has_times_too():
         (1, 1.5, 2.5, "split_k"),
         (2, None, 2.5, None),
     ]
+
+
+def test_optional_cells_are_said_to_be_beside_and_kept_from_dispatch():
+    """What the report says of them: how many, and that the dispatcher does not have their backend there."""
+    summary = summarize(ROOT / "hw_matrix/records")
+    for generation in summary.generations:
+        names = [cell.backend for family, name in available_tables() if name == generation.arch.name
+                 for _, cell in load_table(family, name).optional_cells()]  # fmt: skip
+        assert generation.optional == len(names)
+        assert not any(backend(name, generation.arch) for name in names), f"{generation.arch}: say what is shown of them"
+    assert f"{summary.generations[2].optional} on SM103" in markdown.render(summary)
