@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import zipfile
+from dataclasses import replace
 
 import pytest
 
 from lowlat_gemm.arch import ARCHES, SM90
 from lowlat_gemm.dispatch import plan_for
 from lowlat_gemm.kernels import compiling
+from lowlat_gemm.kernels import store as store_module
 from lowlat_gemm.kernels.archive import Archive, write_archive
 from lowlat_gemm.kernels.skinny import SkinnyConfig, compile_unit
 from lowlat_gemm.kernels.store import ObjectStore, key_of, origin
@@ -70,6 +72,39 @@ def test_a_foreign_archive_is_ignored_with_one_warning(tmp_path, made_here, capl
                 compiling.make(UNIT, store)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and f"sm90_aot.zip was made with other {name}; it is ignored" in said[0], said
+
+
+def test_a_foreign_archive_is_not_told_of_by_compile_processes(tmp_path, made_here, caplog, capfd):
+    write_archive(tmp_path / "sm90_aot.zip", origin() | {"abi": "another"}, OBJECTS)
+    bad = replace(UNIT, spec="does not compile")
+    with caplog.at_level(logging.WARNING, "lowlat_gemm"):
+        compiling._make_in_processes([bad, bad], 2, ObjectStore.open(tmp_path), lambda done, total: None)
+    assert caplog.text.count("it is ignored") == 1 and "it is ignored" not in capfd.readouterr().err
+
+
+def test_without_a_folder_kernels_come_from_an_archive_all_the_same(tmp_path, made_here, monkeypatch, caplog):
+    """A container with a read-only file system: the archive lies beside the package's files."""
+    package = tmp_path / "package"
+    package.mkdir()
+    write_archive(package / "sm90_aot.zip", origin(), OBJECTS)
+    monkeypatch.setattr(store_module, "__file__", str(package / "store.py"))
+    (tmp_path / "file").write_text("")
+    for folder in (None, tmp_path / "file" / "cache"):
+        caplog.clear()
+        made = compiling.make(UNIT, ObjectStore.open(folder))
+        assert made.kernel == b"object" and not made.compiled and not made_here
+        assert len(caplog.records) == 1 and "not kept on disk" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_gives_its_archives(tmp_path, made_here, monkeypatch):
+    write_archive(tmp_path / "sm90_aot.zip", origin(), OBJECTS)
+
+    def read_only(*args, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(store_module.tempfile, "TemporaryFile", read_only)
+    objects = ObjectStore.open(tmp_path)
+    assert objects.folder != tmp_path and compiling.make(UNIT, objects).kernel == b"object" and not made_here
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x03\x04 cut"])

@@ -34,7 +34,7 @@ ALLOWED = {
     "torch_op": {"execute", "operands", "ready", "settings"},
     "warmup": {"dispatch", "execute", "operands"},
     "adapters": {
-        "captures", "dispatch", "execute", "kda_overlap", "operands", "ready", "settings", "torch_op", "warmup",
+        "captures", "dispatch", "execute", "kda_overlap", "operands", "ready", "settings", "torch_op",
     },  # fmt: skip
     "__init__": set(),  # by name only, when one is asked for
 }

@@ -126,14 +126,46 @@ def test_sources_and_toolchain_are_hashed_by_content(tmp_path, monkeypatch):
     assert found[2] == found[3] != found[0], "the same wheels in another environment are the same toolchain"
 
 
-def test_home_missing_or_read_only_means_no_disk_cache_and_one_warning(tmp_path, compiles, caplog):
+@pytest.fixture
+def no_folder(tmp_path):
+    """A folder that cannot be made, also by root, whom permissions do not stop."""
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "cache"
+
+
+def test_home_missing_or_read_only_means_a_private_folder_and_one_warning(no_folder, compiles, caplog):
     assert default_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/lowlat_gemm")
-    with caplog.at_level(logging.WARNING, "lowlat_gemm"):
-        assert ObjectStore.open(None) is None
-        (tmp_path / "file").write_text("")
-        assert ObjectStore.open(tmp_path / "file" / "cache") is None  # also as root, whom permissions do not stop
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert "LOWLAT_GEMM_CACHE_DIR" in caplog.text
+    for folder in (None, no_folder):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "lowlat_gemm"):
+            objects = ObjectStore.open(folder)
+            assert [compiling.make(UNIT, objects).compiled for _ in range(2)] == [True, False]
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "LOWLAT_GEMM_CACHE_DIR" in caplog.text and not objects.kept
+        assert objects.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_private_folder_goes_with_its_process_not_with_a_fork_of_it(no_folder):
+    code = """
+        import os
+        objects = ObjectStore.open(folder)
+        if os.fork() == 0:
+            sys.exit()  # runs what is registered for the exit
+        os.wait()
+        assert objects.folder.is_dir()
+        print(objects.folder, flush=True)
+    """
+    with _child(code, no_folder, stdout=subprocess.PIPE) as child:
+        left = Path(child.stdout.read().decode().strip())
+    assert child.wait(timeout=60) == 0 and left.is_absolute() and not left.exists()
+
+
+def test_no_room_at_all_means_kernels_without_objects(no_folder, compiles, monkeypatch):
+    def full(**options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.tempfile, "mkdtemp", full)
+    assert ObjectStore.open(no_folder) is None
     assert isinstance(compiling.make(UNIT, None).kernel, FakeCompiled)
 
 
@@ -164,7 +196,7 @@ def test_a_lock_that_is_not_released_is_waited_for_and_then_passed(objects, comp
         assert third
 
 
-def _child(code: str, *arguments: object) -> subprocess.Popen:
+def _child(code: str, *arguments: object, **options) -> subprocess.Popen:
     prelude = """
         import sys, time
         from pathlib import Path
@@ -191,7 +223,7 @@ def _child(code: str, *arguments: object) -> subprocess.Popen:
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment)
+    return subprocess.Popen(command, env=environment, **options)
 
 
 _MAKE = "assert compiling.make(UNIT, ObjectStore.open(folder / 'cache')).kernel == b'object of the fake compiler'"
@@ -260,6 +292,7 @@ def test_what_cannot_be_made_is_reported_and_the_rest_is_there(objects, compiles
     problems = compiling.make_all([UNIT, bad, UNIT], cache, objects)
     assert list(problems) == [bad] and "division by zero" in problems[bad]
     assert cache.peek(UNIT) == CONTENT and len(compiles) == 1
+    assert compiling.make_all([UNIT, bad], cache, objects) == problems, "what failed before is not there now either"
 
 
 def test_a_kernel_that_cannot_be_exported_runs_all_the_same(objects, compiles, monkeypatch, caplog):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from conformance.fakes import TOY_N as N
 from conformance.fakes import bf16, clean_settings, device_of, public_world, same_bits, toy_linear  # noqa: F401
 from conformance.fakes import toy_gpu as gpu  # noqa: F401
 from lowlat_gemm import disable_low_latency_gemm, enable_low_latency_gemm, settings
+from lowlat_gemm.adapters import methods
 from lowlat_gemm.adapters.torch_nn import PlannedLinear
 from lowlat_gemm.arch import SM100
 from lowlat_gemm.operands import Reason
@@ -58,6 +61,27 @@ def test_all_planned_linears_of_nested_containers_are_taken(gpu):
         expected = reference_gemm(x, module.weight)
         assert parity(y, expected).ok or module is model.layers[0][0]
     assert len(gpu.calls) == 3
+
+
+@pytest.mark.parametrize("framework", ["vllm", "sglang", "other"])
+def test_layers_of_a_serving_framework_are_listed_with_the_adapter_to_use(gpu, framework):
+    """Such a layer is no Linear: without a word an empty report would look like a model without linears."""
+    layer = type("ColumnParallelLinear", (nn.Module,), {"__module__": f"{framework}.layers.linear"})()
+    layer.weight, layer.quant_method = nn.Parameter(bf16(N, K), requires_grad=False), object()
+    norm = nn.LayerNorm(K)
+    norm.quant_method = object()  # its weight has one dimension
+    report = install(nn.ModuleDict({"proj": layer, "norm": norm}))
+    assert report.installed == () and list(report.skipped) == ["proj"]
+    refusal = report.skipped["proj"]
+    named = {name for name in ("vllm", "sglang") if f"lowlat_gemm.adapters.{name}.install" in refusal.detail}
+    assert refusal.reason is Reason.LAYER and named == ({framework} if framework != "other" else {"vllm", "sglang"})
+    assert not {"vllm", "sglang"} & sys.modules.keys()
+
+
+def test_a_layer_that_its_adapter_took_is_not_listed(gpu):
+    layer = nn.Module()
+    layer.weight, layer.quant_method = nn.Parameter(bf16(N, K), requires_grad=False), methods.planned(nn.Module(), None)
+    assert install(layer).skipped == {}
 
 
 def test_kernels_are_compiled_at_the_install_and_not_later(gpu):

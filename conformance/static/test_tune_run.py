@@ -21,6 +21,7 @@ from lowlat_cli.tuning.jobs import BACK_TO_BACK
 from lowlat_gemm import settings
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels.split_k import token_columns
+from lowlat_gemm.kernels.store import ObjectStore
 from lowlat_gemm.tables import load_table_file
 
 pytestmark = pytest.mark.usefixtures("clean_settings")
@@ -47,6 +48,15 @@ def run(lowlat, tmp_path, *more):
     table, record = tmp_path / "toy_sm90.toml", tmp_path / "record.json"
     code, out, err = lowlat("tune", *SHAPE, "--table", str(table), "--record", str(record), *more)
     return code, out + err, table, record
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_only_a_store_that_the_child_finds_is_filled_for_it(lowlat, fake_gpu, tmp_path, monkeypatch, kept):
+    filled = []
+    monkeypatch.setattr(command, "store_in", lambda folder: ObjectStore(tmp_path, kept=kept))
+    monkeypatch.setattr(command, "fill_store", lambda units, store, told: filled.append(store))
+    code, text, *_ = run(lowlat, tmp_path, "--tokens", "1")
+    assert code == 0 and bool(filled) == kept, text
 
 
 def test_the_table_holds_what_was_found(lowlat, fake_gpu, tmp_path):

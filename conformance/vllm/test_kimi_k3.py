@@ -3,9 +3,12 @@ over, and the call sites that go past linear methods."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +20,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 import lowlat_gemm
 from conformance.fakes import TOY_K as K
 from conformance.fakes import TOY_N as N
-from conformance.fakes import bf16, cuda, device_of, same_bits
-from conformance.vllm.conftest import LAYERS, made, run
-from lowlat_gemm import dispatch
+from conformance.fakes import TOY_CONFIG, bf16, cuda, device_of, fake_table, same_bits, use_table
+from conformance.vllm.conftest import LAYERS, SERVED, made, run
+from lowlat_gemm import dispatch, settings
 from lowlat_gemm.adapters import vllm as adapter
 from lowlat_gemm.adapters import methods, vllm_kimi_k3, vllm_methods
 from lowlat_gemm.adapters.vllm_kimi_k3 import CALL_SITES
@@ -31,7 +34,7 @@ from lowlat_gemm.reference import parity, reference_gemm
 
 pytestmark = pytest.mark.usefixtures("vllm_config", "clean_settings")
 
-MODULES = ("low_latency_gemm", "kda", "mla", "model", "mtp")
+MODULES = ("low_latency_gemm", "kda", "latent_moe_runner", "mla", "model", "mtp")
 K3 = {name: importlib.import_module(f"vllm.models.kimi_k3.nvidia.{name}") for name in MODULES}
 
 
@@ -69,6 +72,43 @@ def test_another_signature_is_left_alone(gpu, monkeypatch, caplog):
     monkeypatch.setattr(K3["model"].KimiRoutedOutputTransform, "forward", lambda self, hidden_states, shared: None)
     assert adapter.install(transform).installed == ("up_proj",)
     assert "left alone" in caplog.text and "KimiRoutedOutputTransform.forward" in caplog.text
+
+
+#: What multiplies a matrix, as torch spells it.
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "einsum", "linear", "matmul", "mv", "t"}
+#: Products in vLLM's own code for Kimi-K3 that are no call sites of ours, by (file, function), and why.
+NO_CALL_SITES = {
+    ("latent_moe_runner", "LatentMoERunner._shard_up_proj_tail"): "for more tokens than tables have, no row for its slices",
+    ("low_latency_gemm", "_run_plan"): "vLLM's kernel for what our plan does not serve",
+    ("low_latency_gemm", "run_kda_projection_overlap.run_qkvg"): "vllm_kda_overlap replaces the whole function",
+    ("low_latency_gemm", "run_kda_projection_overlap.run_fab_fb"): "vllm_kda_overlap replaces the whole function",
+    ("low_latency_gemm", "autotune_kda_qkvg"): "tunes vLLM's overlap before anything is served",
+    ("low_latency_gemm", "KimiK3LowLatencyLinearMethod.apply_with_residual"): "PlannedMethod has its own, which goes first",
+    ("mla", "MultiHeadLatentAttention._v_up_proj"): "a product for each head, no [N, K] weight",
+    ("mla", "MultiHeadLatentAttention._attention"): "a product for each head, no [N, K] weight",
+}
+
+
+def products(node: ast.AST, inside: tuple[str, ...] = ()) -> set[str]:
+    """Names of the functions below ``node`` that multiply a matrix or take a transposed one."""
+    found = set()
+    for child in ast.iter_child_nodes(node):
+        within = (*inside, child.name) if isinstance(child, (ast.ClassDef, ast.FunctionDef)) else inside
+        called = child.func if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) else None
+        if (called is not None and called.attr in PRODUCTS) or getattr(child, "op", None).__class__ is ast.MatMult:
+            found.add(".".join(within))
+        found |= products(child, within)
+    return found
+
+
+def test_every_product_with_a_raw_weight_is_a_call_site_or_excluded_for_a_reason():
+    root = Path(K3["model"].__file__).parent
+    found = {
+        (path.relative_to(root).with_suffix("").as_posix(), name)
+        for path in root.rglob("*.py")
+        for name in products(ast.parse(path.read_text()))
+    }
+    assert found == {(site.file, f"{site.owner}.{site.method}") for site in CALL_SITES} | NO_CALL_SITES.keys()
 
 
 # ---- installer parity
@@ -196,6 +236,130 @@ def test_without_a_residual_config_the_call_site_stays_vllms(monkeypatch, gpu):
     plan = replace(dispatch.plan_for(SM90, N, K), residual_entries={})
     monkeypatch.setattr(vllm_kimi_k3, "device_plan", lambda *args: plan)
     assert adapter.install(make_transform()).installed == ("up_proj",)
+
+
+def make_runner(norm=None, tp_size=2) -> nn.Module:
+    """The runner of the routed experts with what its tails need, and nothing else."""
+    runner = nn.Module.__new__(K3["latent_moe_runner"].LatentMoERunner)
+    nn.Module.__init__(runner)
+    runner.routed_output_transform = make_transform(norm)
+    runner.moe_config = SimpleNamespace(tp_size=tp_size, ep_size=1, is_sequence_parallel=False, skip_final_all_reduce=False)
+    runner.routed_experts, runner._shared_experts = SimpleNamespace(quant_method=SimpleNamespace(moe_kernel=None)), object()
+    runner.enable_k3_latent_moe_tail_fusion = False
+    runner._shared_ar_events = ("start", "end")
+    return runner
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What a tail does beside its product, in order; a reduction over ranks doubles."""
+    module, found = K3["latent_moe_runner"], []
+
+    def reduce(x):
+        found.append("reduce")
+        return 2 * x
+
+    def in_parallel(*arguments):
+        first, second, *rest = arguments
+        found.append(tuple(rest))
+        y = first()
+        found.append("product")
+        return y, second()
+
+    monkeypatch.setattr(module, "tensor_model_parallel_all_reduce", reduce)
+    monkeypatch.setattr(module, "maybe_execute_in_parallel", in_parallel)
+    monkeypatch.setattr(module, "aux_stream", lambda: "aux")
+    return found
+
+
+TAIL = ("routed_output_transform.up_proj", "routed_output_transform.forward", "_overlap_allreduce_tail")
+
+
+@pytest.mark.parametrize("norm", [None, Doubled()], ids=["plain", "norm"])
+@pytest.mark.parametrize("m", [1, 2, 3, 16])
+def test_the_up_projection_that_hides_an_all_reduce(gpu, steps, m, norm):
+    runner, x, shared = make_runner(norm), bf16(m, K), bf16(m, N, seed=5)
+    before = runner._overlap_allreduce_tail(x, shared, None)
+    vllms_steps = steps[:]
+    steps.clear()
+    set_up = dict(vars(runner))
+    assert adapter.install(runner).installed == TAIL == adapter.report(runner).installed
+    assert runner._select_tail_tier(x, shared) is K3["latent_moe_runner"].LatentTailTier.ALLREDUCE_OVERLAP
+    y = runner._overlap_allreduce_tail(x, shared, None)
+    assert len(gpu.calls) == (m in (1, 2))
+    assert steps == vllms_steps == ["reduce", ("start", "end", "aux"), "product", "reduce"]
+    product = runner._overlap_allreduce_tail(x, torch.zeros_like(shared), None)
+    normed = 2 * x if norm is None else 4 * x
+    assert parity(product, reference_gemm(normed, runner.routed_output_transform.up_proj.weight.data)).ok
+    assert same_bits(y, product + 2 * shared) and (m in (1, 2) or same_bits(y, before))
+    assert same_bits(runner._overlap_allreduce_tail(x, shared, N - 8), y[:, : N - 8])
+    adapter.uninstall(runner)
+    assert same_bits(runner._overlap_allreduce_tail(x, shared, None), before) and vars(runner) == set_up
+
+
+def test_the_tails_launch_compiles_nothing_and_is_known_to_a_capture(gpu, steps):
+    runner = make_runner()
+    adapter.install(runner)
+    settings.change(strict=True)
+    compiles, gpu.capturing = gpu.cache.compiles, True
+    runner._overlap_allreduce_tail(bf16(2, K), bf16(2, N), None)
+    gpu.capturing = False
+    assert len(gpu.calls) == 1 and gpu.cache.compiles == compiles and gpu.cache.late == 0
+    up_proj = runner.routed_output_transform.up_proj
+    up_proj.weight = nn.Parameter(up_proj.weight.data.clone(), requires_grad=False)
+    assert stale_weights(runner) == ("routed_output_transform.up_proj",)
+
+
+def test_a_compiler_sees_vllms_own_tail(gpu, steps, monkeypatch):
+    runner = make_runner()
+    adapter.install(runner)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(vllm_kimi_k3, "Seen", lambda *args, **replaced: pytest.fail("another runner"))
+    runner._overlap_allreduce_tail(bf16(2, K), bf16(2, N), None)
+    assert gpu.calls == []
+
+
+def test_a_tail_that_vllm_never_takes_is_left_alone(gpu, monkeypatch):
+    assert adapter.install(make_runner(tp_size=1)).installed == TAIL[:2]
+    monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "1")
+    assert adapter.install(make_runner()).installed == TAIL[:2]
+
+
+def test_a_quantized_up_projection_is_left_alone(gpu):
+    runner = make_runner()
+    runner.routed_output_transform.up_proj.quant_method = type("Fp8", (UnquantizedLinearMethod,), {})()
+    assert adapter.install(runner).installed == ()
+
+
+@pytest.fixture
+def batch_invariant(gpu, monkeypatch):
+    """A row, with residuals, whose kernels are the same for every M, in batch-invariant mode."""
+    same = replace(registry.backend("skinny", SM90), invariance=lambda config: "one order")
+    monkeypatch.setattr(dispatch, "backend", lambda name, arch: same)
+    cells = {m: ("skinny", TOY_CONFIG) for m in SERVED}
+    use_table(monkeypatch, fake_table(cells, residual_cells=cells, n=N, k=K))
+    settings.change(batch_invariant=True)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_batch_invariant_mode_takes_a_call_site_whole_or_not_at_all(gpu, batch_invariant, breaks):
+    gpu.compile_error = RuntimeError("no") if breaks else None
+    transform = make_transform()
+    for _ in range(2):  # what failed at the first install is known at the second
+        report = adapter.install(transform)
+        assert report.installed == (() if breaks else ("up_proj", "forward"))
+        reasons = {name: refusal.reason for name, refusal in report.skipped.items()}
+        assert reasons == (dict.fromkeys(("up_proj", "forward"), Reason.BACKEND_UNAVAILABLE) if breaks else {})
+    assert breaks == ("forward" not in transform.__dict__)
+
+
+def test_batch_invariant_mode_leaves_sites_alone_that_see_some_m_only(gpu, batch_invariant):
+    """At the other M vLLM multiplies by the same weight elsewhere: a token's bits would depend on M."""
+    model = nn.ModuleDict({"attention": make_attention(), "experts": make_runner()})
+    report = adapter.install(model)
+    assert report.installed == tuple(f"experts.{name}" for name in TAIL[:2])
+    for name in ("attention._unquantized_gemm", "experts._overlap_allreduce_tail"):
+        assert report.skipped[name].reason is Reason.BATCH_INVARIANT
 
 
 def make_attention(events=("start", "end")) -> nn.Module:

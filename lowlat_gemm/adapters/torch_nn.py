@@ -18,6 +18,7 @@ from ..execute import compile_ahead, context_refusal, device_plan, log_refusal, 
 from ..operands import Reason, Refusal, check_weight
 from ..ready import run_ready
 from ..torch_op import linear_or_refuse
+from .methods import PlannedMethod
 from .report import InstallReport, install_problem
 
 _LOG = logging.getLogger("lowlat_gemm")
@@ -85,13 +86,16 @@ def enable_low_latency_gemm(
     Taken are exact ``torch.nn.Linear`` (no subclass) without bias, with an untied ``dtype`` weight on a CUDA device
     whose shape is in one of ``tables`` (family names; all by default). Only BF16 has tables. Kernels of the taken
     modules are compiled here, so that nothing compiles while serving. Called again it brings every linear up to date,
-    also those that may no longer be taken. Raises ValueError for an unknown family. Returns what was done.
+    also those that may no longer be taken. Layers of a serving framework are left to its adapter, which the report names.
+    Raises ValueError for an unknown family. Returns what was done.
     """
     names = family_names(tables)
     tied = _tied_weights(module)
     taken, skipped = {}, {}
     for name, submodule in module.named_modules():
         if not isinstance(submodule, torch.nn.Linear):
+            if _is_a_frameworks(submodule):
+                skipped[name] = Refusal(Reason.LAYER, _adapter_for(submodule))
             continue
         _undo(submodule)
         plan = _plan_or_refusal(submodule, dtype, names, tied)
@@ -111,6 +115,18 @@ def enable_low_latency_gemm(
     _LOG.info("%d linears installed, %d left alone", len(taken), len(skipped))
     _LOG.debug("%s", report)
     return report
+
+
+def _is_a_frameworks(module: torch.nn.Module) -> bool:
+    """Whether a module that is no Linear computes with a method object, as vLLM's and SGLang's do, and has none of ours."""
+    method, weight = getattr(module, "quant_method", None), module._parameters.get("weight")
+    return method is not None and not isinstance(method, PlannedMethod) and weight is not None and weight.dim() == 2
+
+
+def _adapter_for(module: torch.nn.Module) -> str:
+    of = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+    names = [name for name in ("vllm", "sglang") if name in of] or ["vllm", "sglang"]
+    return f"a {type(module).__name__} is for " + " or ".join(f"{__package__}.{name}.install" for name in names)
 
 
 def _plan_or_refusal(linear, dtype, names, tied: set[int]) -> Plan | Refusal:

@@ -144,7 +144,8 @@ def install(model, dtype=None, tables: str | Sequence[str] | None = None) -> Ins
     done = LAYERS.install(model, dtype, names)
     sites = vllm_kimi_k3.install_call_sites(model, names)
     vllm_kda_overlap.install_overlap(model)
-    report = InstallReport((*done.installed, *sites, *vllm_kda_overlap.overlaps(model)), done.skipped)
+    installed = *done.installed, *sites.installed, *vllm_kda_overlap.overlaps(model)
+    report = InstallReport(installed, done.skipped | sites.skipped)
     _LOG.debug("%s", report)
     return report
 

@@ -50,7 +50,7 @@ def _module_of(unit: CompileUnit):
 
 @functools.lru_cache(maxsize=8)
 def store_in(folder: str | None) -> ObjectStore | None:
-    """The object store in ``folder``, by default the user's cache folder; None where none can be had."""
+    """The object store in ``folder``, by default the user's cache folder, else in a private one; None where none can be had."""
     if not toolchain():
         return None  # a compiler that was copied here without its metadata: no telling when an object is stale
     return ObjectStore.open(default_folder() if folder is None else Path(folder))
@@ -117,13 +117,16 @@ def make_all(
     processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[CompileUnit, str]:
-    """Brings ``units`` into ``cache``, in several processes where that pays; returns what could not be made, and why.
+    """Brings ``units`` into ``cache``, in several processes where that pays; returns what could not be made, and why,
+    now or before.
 
     ``store``: the one that ``cache`` makes kernels through; without one, each unit is compiled in this process.
     ``processes``: at most so many, by default one a core but one. ``progress(done, total)`` is called as units finish, in
     another process or in this one.
     """
-    wanted = [unit for unit in dict.fromkeys(units) if cache.peek(unit) is None and cache.failed(unit) is None]
+    units = list(dict.fromkeys(units))
+    problems = {unit: problem for unit in units if (problem := cache.failed(unit)) is not None}
+    wanted = [unit for unit in units if cache.peek(unit) is None and unit not in problems]
     most = max(1, (os.cpu_count() or 2) - 1) if processes is None else processes
     finished = 0
 
@@ -138,7 +141,6 @@ def make_all(
         count = min(most, len(missing) // UNITS_PER_PROCESS)
         if count > 1:  # for few units another process is not worth its start
             _make_in_processes(missing, count, store, lambda made, of: tell(len(wanted) - of + made))
-    problems = {}
     for done, unit in enumerate(wanted, 1):
         try:
             cache.get(unit)

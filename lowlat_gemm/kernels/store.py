@@ -10,11 +10,12 @@ finds an old object, and nothing needs to be invalidated.
 
 What neither the folder nor an archive has is made. A file that is truncated, foreign or unreadable is a miss, so nothing
 is flushed to the disk and waited for: what a power cut takes is compiled again. A folder that cannot be written means:
-no disk cache, one warning, and everything else goes on.
+a private folder for as long as the process runs, one warning, and everything else goes on.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -27,7 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .archive import PATTERN, Archive
@@ -52,7 +53,7 @@ LOCK_TIMEOUT_S = 120.0
 def default_folder(environ=os.environ) -> Path | None:
     """``$XDG_CACHE_HOME/lowlat_gemm``, else ``~/.cache/lowlat_gemm``; None where there is no home.
 
-    Never a folder under /tmp: its objects are executed, and others could write them.
+    Never a folder of a known name under /tmp: its objects are executed, and others could write them.
     """
     if root := environ.get("XDG_CACHE_HOME"):
         return Path(root) / "lowlat_gemm"
@@ -117,18 +118,28 @@ def key_of(unit: CompileUnit, options: str) -> str:
 
 
 class ObjectStore:
-    """The objects in one folder. Methods never raise for what the file system does; they log and miss."""
+    """The objects in one folder. Methods never raise for what the file system does; they log and miss.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    ``archives_in``: folders whose archives it takes objects from. ``kept``: whether the objects outlive the process, for
+    others to find.
+    """
+
+    def __init__(self, folder: Path, archives_in: Sequence[Path] = (), *, kept: bool = True):
+        self.folder, self.kept = folder, kept
+        self._archives_in = tuple(archives_in)
         self._broken = False
 
     @classmethod
     def open(cls, folder: Path | None) -> "ObjectStore | None":
-        """The store in ``folder``, which is made if need be; None, with one warning, when it cannot be written."""
+        """The store in ``folder``, which is made if need be; with the archives there and beside this file.
+
+        When it cannot be written, with one warning, a store of this process alone, which has the same archives; None
+        when there is no room for that either.
+        """
+        archives_in = [Path(__file__).parent] if folder is None else [folder, Path(__file__).parent]
         if folder is None:
             _LOG.warning("no home folder: compiled kernels are not kept on disk (set LOWLAT_GEMM_CACHE_DIR)")
-            return None
+            return cls._of_this_process(archives_in)
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=folder):
@@ -136,8 +147,18 @@ class ObjectStore:
             _sweep(folder)
         except OSError as error:
             _LOG.warning("compiled kernels are not kept on disk: %s (set LOWLAT_GEMM_CACHE_DIR)", error)
+            return cls._of_this_process(archives_in)
+        return cls(folder, archives_in)
+
+    @classmethod
+    def _of_this_process(cls, archives_in: Sequence[Path]) -> "ObjectStore | None":
+        """A store in a new folder that nobody else can read, and that goes when the process ends."""
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="lowlat-gemm-"))  # of mode 0700
+        except OSError:
             return None
-        return cls(folder)
+        atexit.register(_remove, folder, os.getpid())
+        return cls(folder, archives_in, kept=False)
 
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.o"
@@ -148,7 +169,7 @@ class ObjectStore:
 
     @functools.cached_property
     def _archives(self) -> list[Archive]:
-        paths = [*sorted(self.folder.glob(PATTERN)), *sorted(Path(__file__).parent.glob(PATTERN))]
+        paths = [path for folder in self._archives_in for path in sorted(folder.glob(PATTERN))]
         return [archive for path in paths if (archive := Archive.open(path, origin())) is not None]
 
     def _from_archive(self, key: str) -> Path | None:
@@ -226,6 +247,12 @@ class ObjectStore:
         if not self._broken:
             self._broken = True
             _LOG.warning("compiled kernels are not kept in %s: %s", self.folder, error)
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Removes the folder of process ``owner``; a forked child inherits this and leaves it alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:

@@ -12,6 +12,7 @@ from .store import ObjectStore
 
 
 def main() -> None:
+    # No archives: the parent asks for what they lack, and has said what is wrong with them.
     store = ObjectStore(Path(sys.argv[1]))
     for unit in pickle.load(sys.stdin.buffer):
         try:

@@ -95,7 +95,7 @@ def tune(request: Request, gpu: Gpu, journal_path: Path | None, progress) -> Out
         ) as supervisor:
 
             def compile_ahead(units, told) -> None:
-                if store is not None:  # else the child compiles what it measures
+                if store is not None and store.kept:  # else the child compiles what it measures
                     fill_store(units, store, told)
 
             return Tuner(request, gpu.arch, gpu.properties, supervisor, journal, compile_ahead, progress).run()
