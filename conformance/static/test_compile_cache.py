@@ -13,10 +13,11 @@ import pytest
 
 from conformance.fakes import public_world  # noqa: F401
 from lowlat_gemm.arch import ARCHES
-from lowlat_gemm.kernels.compile_cache import CompileCache, CompileError, CompileUnit, Made
+from lowlat_gemm.dispatch import plan_for
+from lowlat_gemm.kernels.compile_cache import LIMIT, CompileCache, CompileError, CompileUnit, Made
 from lowlat_gemm.kernels.registry import backend
 from lowlat_gemm.kernels.skinny import SkinnyConfig, SkinnySpec
-from lowlat_gemm.tables import load_table
+from lowlat_gemm.tables import available_tables, load_table
 
 
 def cache_of(compiler) -> CompileCache:
@@ -135,6 +136,30 @@ def test_clear_forgets_compiled_and_failed():
     assert (cache.get(UNIT), cache.get(OTHER), cache.compiles) == ("good", "mended", 4)
 
 
+def toy(number: int) -> CompileUnit:
+    return CompileUnit("toy", "sm_90a", number)
+
+
+def test_the_kernel_that_was_not_asked_for_longest_goes():
+    cache = CompileCache(lambda unit: Made([unit], compiled=True), limit=3)
+    first = [cache.get(toy(number)) for number in range(3)]
+    assert cache.peek(toy(0)) is first[0] and cache.get(toy(1)) is first[1]
+    cache.get(toy(3))
+    assert [cache.peek(toy(number)) is not None for number in range(4)] == [True, True, False, True]
+    for number in range(100):
+        cache.get(toy(number))
+    assert len(cache._kernels) == 3
+    assert first[2] == [toy(2)], "who launches it has it"
+
+
+def test_failures_are_bounded_too():
+    cache = CompileCache(failing, limit=3)
+    for number in range(5):
+        with pytest.raises(CompileError):
+            cache.get(toy(number))
+    assert [cache.failed(toy(number)) is not None for number in range(5)] == [False, False, True, True, True]
+
+
 def units(arch) -> list[tuple[tuple, CompileUnit]]:
     """Every skinny cell of the public tables of ``arch``, and what must be compiled for it."""
     found = []
@@ -178,3 +203,9 @@ def test_no_unit_knows_a_shape_that_its_code_does_not_depend_on(arch):
 def test_all_tables_together_take_no_more_kernels_than_known():
     count = {str(arch): len({unit for _, unit in units(arch)}) for arch in ARCHES}
     assert count == {"sm90": 21, "sm100": 26, "sm103": 36, "sm107": 36}
+
+
+@pytest.mark.parametrize("arch", ARCHES, ids=str)
+def test_what_the_tables_name_fits_into_the_cache_several_times_over(arch):
+    shapes = {shape for family, name in available_tables() if name == arch.name for shape in load_table(family, arch).projections}
+    assert 4 * len({unit for shape in shapes for unit in plan_for(arch, *shape).units()}) < LIMIT

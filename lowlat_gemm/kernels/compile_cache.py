@@ -26,12 +26,25 @@ class CompileError(RuntimeError):
     """A unit that did not compile; the message names the unit, ``__cause__`` is what the compiler said."""
 
 
+#: Most kernels, and most failures, that are remembered: far more than the tables of a generation name, for projection
+#: objects of ever other shapes have kernels of their own.
+LIMIT = 2048
+
+
 @dataclass(frozen=True)
 class Made:
     """A callable kernel. ``compiled``: made by the compiler just now, not loaded from disk."""
 
     kernel: Callable
     compiled: bool
+
+
+@dataclass
+class _Kept:
+    """A kernel, and the cache's clock when it was last asked for."""
+
+    kernel: Callable
+    used: int
 
 
 class CompileCache:
@@ -41,12 +54,15 @@ class CompileCache:
     A unit that failed fails again at once: a server must not try a broken kernel on every token.
     ``compiles`` and ``loads`` count what was made either way; a failed compile counts. ``late`` counts the launches that
     came before their kernel was made, in a CUDA graph capture or while serving: 0 where the warm-up missed nothing.
+    ``limit``: most kernels that are kept. The one that was not asked for longest goes; who launches it still has it.
     """
 
-    def __init__(self, make: Callable[[CompileUnit], Made]):
+    def __init__(self, make: Callable[[CompileUnit], Made], limit: int = LIMIT):
         self._make = make
         self._lock = threading.Lock()
-        self._kernels: dict[CompileUnit, Callable] = {}
+        self._limit = limit
+        self._clock = 0
+        self._kernels: dict[CompileUnit, _Kept] = {}
         self._failed: dict[CompileUnit, str] = {}
         self.compiles = 0
         self.loads = 0
@@ -54,7 +70,11 @@ class CompileCache:
 
     def peek(self, unit: CompileUnit) -> Callable | None:
         """The unit's kernel if it is there; never makes it."""
-        return self._kernels.get(unit)
+        kept = self._kernels.get(unit)
+        if kept is None:
+            return None
+        self._clock = kept.used = self._clock + 1  # two threads at the same time may share one: no matter
+        return kept.kernel
 
     def failed(self, unit: CompileUnit) -> str | None:
         """What was said when the unit could not be made; None when it could, or has not been tried."""
@@ -62,11 +82,11 @@ class CompileCache:
 
     def get(self, unit: CompileUnit) -> Callable:
         """The unit's kernel, made now if need be. Raises CompileError, the first time from the compiler's error."""
-        kernel = self._kernels.get(unit)
+        kernel = self.peek(unit)
         if kernel is not None:
             return kernel
         with self._lock:
-            kernel = self._kernels.get(unit)
+            kernel = self.peek(unit)
             if kernel is not None:
                 return kernel
             if unit in self._failed:
@@ -75,6 +95,8 @@ class CompileCache:
                 made = self._make(unit)
             except Exception as error:  # the DSL raises many types; all of them mean: this kernel is not to be had
                 self.compiles += 1
+                if len(self._failed) >= self._limit:
+                    del self._failed[next(iter(self._failed))]
                 # Only the text is kept: an exception keeps its callers' frames, and the tensors in them, alive.
                 self._failed[unit] = f"{unit.kernel} for {unit.target} did not compile ({unit.spec}): {error}"
                 _LOG.warning("%s; its GEMMs fall back", self._failed[unit])
@@ -83,7 +105,10 @@ class CompileCache:
                 self.compiles += 1
             else:
                 self.loads += 1
-            self._kernels[unit] = made.kernel
+            if len(self._kernels) >= self._limit:
+                del self._kernels[min(self._kernels, key=lambda kept: self._kernels[kept].used)]
+            self._clock += 1
+            self._kernels[unit] = _Kept(made.kernel, self._clock)
             return made.kernel
 
     def clear(self) -> None:
