@@ -132,6 +132,8 @@ class FakeCuda:
 
         def kernel(x, weight, residual, out, stream):
             assert out.shape == (x.shape[0], weight.shape[0]) and x.stride(1) == weight.stride(1) == out.stride(1) == 1
+            memory = [tensor.untyped_storage().data_ptr() for tensor in (x, weight, residual, out) if tensor is not None]
+            assert all(memory), "launched with a null pointer"
             assert weight.stride(0) % 8 == 0, "a tensor map takes whole 16-byte words alone"
             assert getattr(unit.spec, "tokens", x.shape[0]) == x.shape[0]  # split_k serves every M
             self.calls.append((unit, x.shape[0]))

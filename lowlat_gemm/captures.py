@@ -63,16 +63,50 @@ class Captures:
 _OF_MODULES: weakref.WeakKeyDictionary[torch.nn.Module, Captures] = weakref.WeakKeyDictionary()
 
 
+#: Modules whose weights operators are given, which see no module: how those find theirs.
+_INSTALLED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+#: View of a weight -> the module that had it there when somebody looked last. Looked up, then compared.
+_AT: dict[tuple, weakref.ref[torch.nn.Module]] = {}
+
+
 def note_capture(module: torch.nn.Module, weight) -> None:
     """``Captures.note`` for a module that launched with its ``weight``."""
     if torch.cuda.is_current_stream_capturing():
         _OF_MODULES.setdefault(module, Captures()).note(weight)
 
 
+def watch(module: torch.nn.Module) -> None:
+    """To be called where a compiler may put an operator in place of a module: its captures are then the module's."""
+    _INSTALLED.add(module)
+
+
+def note_operator(weight) -> None:
+    """``note_capture`` for an operator: of the installed module whose weight it was given, if there is one."""
+    if not torch.cuda.is_current_stream_capturing():
+        return
+    module = _owner(weight)
+    if module is None:
+        _AT.clear()
+        _AT.update((_view(one.weight), weakref.ref(one)) for one in _INSTALLED if _has_weight(one))
+        module = _owner(weight)
+    if module is not None:
+        note_capture(module, module.weight)
+
+
+def _owner(weight) -> torch.nn.Module | None:
+    found = _AT.get(_view(weight))
+    module = None if found is None else found()
+    return module if module is not None and _has_weight(module) and WeightPlace(weight).is_of(module.weight) else None
+
+
+def _has_weight(module: torch.nn.Module) -> bool:
+    return isinstance(getattr(module, "weight", None), torch.Tensor)
+
+
 def is_stale(module: torch.nn.Module) -> bool:
     """Whether a graph that was captured through ``module`` reads another weight than it has now."""
-    captures, weight = _OF_MODULES.get(module), getattr(module, "weight", None)
-    return captures is not None and (not isinstance(weight, torch.Tensor) or captures.stale(weight))
+    captures = _OF_MODULES.get(module)
+    return captures is not None and (not _has_weight(module) or captures.stale(module.weight))
 
 
 def stale_weights(model: torch.nn.Module) -> tuple[str, ...]:
@@ -80,7 +114,8 @@ def stale_weights(model: torch.nn.Module) -> tuple[str, ...]:
 
     Such a graph computes with the old weight, or with whatever is in its memory by now: it has to be captured again. A
     weight that was written in place is not stale. Known are launches of our kernels through modules that
-    ``enable_low_latency_gemm`` or an adapter took, outside of torch.compile.
+    ``enable_low_latency_gemm`` or an adapter took, those of the operator that stands for such a module in compiled code
+    among them.
     """
     return tuple(name for name, module in model.named_modules() if is_stale(module))
 

@@ -87,6 +87,13 @@ class Plan:
         entries = [*self.entries.values(), *(self.residual_entries.values() if residual else ())]
         return list(dict.fromkeys(unit for entry in entries for unit in entry.units()))
 
+    @functools.cached_property
+    def distinct(self) -> tuple[list[PlanEntry], list[PlanEntry]]:
+        """Without and with residual: of the entries that run, one for each unit."""
+        both = self.entries, self.residual_entries
+        found = [{entry.unit: entry for entry in one.values() if entry.refusal is None} for one in both]
+        return list(found[0].values()), list(found[1].values())
+
     def on(self, ordinal: int) -> Plan:
         """The plan for CUDA device ``ordinal``: the same one unless it has another package's kernels."""
         if not any(is_foreign(unit) for unit in self.units()):

@@ -110,11 +110,23 @@ def compiled_for(entry: PlanEntry, ordinal: int):
         return Refusal(Reason.BACKEND_UNAVAILABLE, str(error).splitlines()[0])
 
 
+def _row_refusal(plan: Plan, ordinal: int, residual: bool) -> Refusal | None:
+    """Why a plan's kernels, with or without residual, cannot all be had: in batch-invariant mode none serves then.
+
+    One that is missing would leave its M to another GEMM. So the first call asks for all of them (``compiled_for``).
+    """
+    for entry in plan.distinct[residual]:
+        compiled = compiled_for(entry, ordinal)
+        if isinstance(compiled, Refusal):
+            return compiled
+    return None
+
+
 def kernels_of(units: Iterable[CompileUnit]) -> list[Callable]:
     """The compiled kernels of ``units``, for a caller that asked for them and has nothing to fall back to.
 
     Raises ImportError naming missing packages, NotCompiledError where one would have to be compiled while the current
-    stream is captured, CompileError where one does not compile.
+    stream is captured (it counts in ``COMPILE_CACHE.late``), CompileError where one does not compile.
     """
     units = list(units)
     missing = [unit for unit in units if COMPILE_CACHE.peek(unit) is None]
@@ -123,6 +135,7 @@ def kernels_of(units: Iterable[CompileUnit]) -> list[Callable]:
         if refusal is not None:
             raise ImportError(str(refusal))
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            COMPILE_CACHE.late += len(missing)
             raise NotCompiledError(f"{missing[0].kernel} is not compiled: prepare it before graph capture begins")
         problems = compile_ahead(missing)
         if problems:
@@ -233,6 +246,9 @@ def run_or_refuse(x, weight, residual=None, names: tuple[str, ...] | None = None
     if isinstance(plan, Refusal):
         return plan
     refusal = entry_refusal(plan, m, residual is not None)
+    if refusal is not None:
+        return refusal
+    refusal = _row_refusal(plan, x.device.index, residual is not None) if plan.every_m else None
     if refusal is not None:
         return refusal
     entry = plan.entry(m, residual is not None)

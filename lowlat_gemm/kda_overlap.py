@@ -120,8 +120,10 @@ def _kernels(chosen: Branches) -> list:
     """The compiled kernel of each branch, or None for torch's own GEMM. NotCompiledError if one is late and strict."""
     units = chosen.units()
     late = [unit for unit in units if execute.COMPILE_CACHE.peek(unit) is None]
-    execute.COMPILE_CACHE.late += len(late)
-    if late and settings_module.current().strict:
+    strict = settings_module.current().strict
+    if strict or not torch.cuda.is_current_stream_capturing():  # in a capture ``kernels_of`` counts them
+        execute.COMPILE_CACHE.late += len(late)
+    if late and strict:
         raise NotCompiledError(f"{late[0].kernel} of the KDA overlap was not compiled before: autotune_kda_qkvg does")
     by_unit = dict(zip(units, kernels_of(units)))
     return [by_unit.get(unit) for unit in (chosen.qkvg, chosen.fa_beta, chosen.f_b)]

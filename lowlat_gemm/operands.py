@@ -6,7 +6,8 @@ Everything is decided on strides and addresses, never on ``is_contiguous()``: a 
 calls itself contiguous and has a foreign row stride, and a transposed one-column tensor keeps stride (1, 1)
 through ``.contiguous()``. A row stride says nothing where there is only one row.
 
-No torch import: the functions look at ``shape``, ``stride()``, ``dtype``, ``device`` and ``data_ptr()`` only.
+No torch import: the functions look at ``shape``, ``stride()``, ``dtype``, ``device``, ``data_ptr()`` and the storage's
+offset only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Reason(str, enum.Enum):
     INNER_STRIDE = "x inner stride is not 1"
     ROW_STRIDE = "x row stride is not a multiple of 16 bytes, or rows overlap"
     ALIGNMENT = "data pointer is not 16-byte aligned"
+    FREED = "storage was freed"
     WEIGHT_LAYOUT = "weight is not packed row-major"
     RESIDUAL_LAYOUT = "residual does not match the output"
     K_MISMATCH = "K mismatch"
@@ -76,8 +78,26 @@ def _stride_refusal(name: str, tensor, inner: Reason, row: Reason) -> Refusal | 
     return None
 
 
+def is_freed(tensor) -> bool:
+    """Whether a strided tensor with elements has no memory for them (``untyped_storage().resize_(0)``).
+
+    Its address is then what its offset makes of a null pointer: 0, or a small number for a view into the storage.
+    """
+    if tensor.data_ptr() != tensor.storage_offset() * tensor.element_size():
+        return False
+    return 0 not in tensor.shape and tensor.device.type != "meta"
+
+
+def _start_refusal(name: str, tensor) -> Refusal | None:
+    """A matrix starts on a 16-byte boundary of memory that is there."""
+    if is_freed(tensor):
+        return Refusal(Reason.FREED, f"{name} has {tuple(tensor.shape)} elements and no memory for them")
+    misaligned = tensor.data_ptr() % ALIGNMENT_BYTES
+    return Refusal(Reason.ALIGNMENT, f"{name} starts {misaligned} bytes past a boundary") if misaligned else None
+
+
 def check_weight(weight, *, pitched: bool = False, name: str = "weight") -> Refusal | None:
-    """Whether ``weight`` can be served: a 2-D [N, K] matrix of packed rows on a 16-byte aligned start.
+    """Whether ``weight`` can be served: a 2-D [N, K] matrix of packed rows in memory, on a 16-byte aligned start.
 
     With ``pitched`` a row pitch of whole 16-byte words above K is accepted as well (kernels and prepared objects).
     ``name``: what the refusal calls it.
@@ -90,15 +110,13 @@ def check_weight(weight, *, pitched: bool = False, name: str = "weight") -> Refu
     rows, columns = weight.shape
     if not pitched and rows > 1 and weight.stride(0) != columns:
         return Refusal(Reason.WEIGHT_LAYOUT, f"{name} has row stride {weight.stride(0)} for K = {columns}")
-    if weight.data_ptr() % ALIGNMENT_BYTES:
-        return Refusal(Reason.ALIGNMENT, f"{name} starts {weight.data_ptr() % ALIGNMENT_BYTES} bytes past a boundary")
-    return None
+    return _start_refusal(name, weight)
 
 
 def check_operands(x, weight, residual=None, *, pitched_weight: bool = False) -> Refusal | None:
     """The one statement of which operands are servable: None, or why not.
 
-    x: [M, K], rows of unit stride; for M > 1 a row stride of whole 16-byte words; 16-byte aligned start.
+    x: [M, K], rows of unit stride; for M > 1 a row stride of whole 16-byte words; 16-byte aligned start, not freed.
     weight: [N, K], see ``check_weight``, of x's dtype and device.
     residual: None or [M, N] with the same rules as x, of x's dtype and device.
     Whether a dtype, device or shape has a kernel is the dispatcher's question, not this one's.
@@ -116,13 +134,9 @@ def check_operands(x, weight, residual=None, *, pitched_weight: bool = False) ->
         return Refusal(Reason.DTYPE, f"x is {x.dtype}, weight is {weight.dtype}")
     if x.device != weight.device:
         return Refusal(Reason.DEVICE_MISMATCH, f"x is on {x.device}, weight on {weight.device}")
-    refusal = _stride_refusal("x", x, Reason.INNER_STRIDE, Reason.ROW_STRIDE)
-    if refusal is not None:
+    refusal = _stride_refusal("x", x, Reason.INNER_STRIDE, Reason.ROW_STRIDE) or _start_refusal("x", x)
+    if refusal is not None or residual is None:
         return refusal
-    if x.data_ptr() % ALIGNMENT_BYTES:
-        return Refusal(Reason.ALIGNMENT, f"x starts {x.data_ptr() % ALIGNMENT_BYTES} bytes past a boundary")
-    if residual is None:
-        return None
     if tuple(residual.shape) != (m, n):
         return Refusal(Reason.RESIDUAL_LAYOUT, f"residual is {tuple(residual.shape)}, the output ({m}, {n})")
     if residual.dtype != x.dtype:
@@ -130,10 +144,7 @@ def check_operands(x, weight, residual=None, *, pitched_weight: bool = False) ->
     if residual.device != x.device:
         return Refusal(Reason.DEVICE_MISMATCH, f"residual is on {residual.device}, x on {x.device}")
     refusal = _stride_refusal("residual", residual, Reason.RESIDUAL_LAYOUT, Reason.RESIDUAL_LAYOUT)
-    if refusal is None and residual.data_ptr() % ALIGNMENT_BYTES:
-        misaligned = residual.data_ptr() % ALIGNMENT_BYTES
-        refusal = Refusal(Reason.ALIGNMENT, f"residual starts {misaligned} bytes past a boundary")
-    return refusal
+    return refusal or _start_refusal("residual", residual)
 
 
 def overlap(a, b) -> bool:

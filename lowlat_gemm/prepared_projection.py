@@ -163,7 +163,7 @@ class PreparedProjection(OwnedWeight):
         if residual is not None:
             self._check_like_y("residual", residual, x)
         added = None if residual is None else matrix_view(residual, output=True)
-        execute.launch(kernel, x, weight, added, matrix_view(out, output=True))
+        self.launch(kernel, x, weight, added, matrix_view(out, output=True))
         return out
 
     def _check_like_y(self, name: str, tensor, x) -> None:

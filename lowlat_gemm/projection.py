@@ -85,8 +85,13 @@ class OwnedWeight:
         refusal = check_operands(x, weight, pitched_weight=True)
         if refusal is not None:
             raise ValueError(f"projection {self.n}x{self.k}: {refusal}")
-        self._captures.note(self.weight)
         return weight
+
+    def launch(self, kernel, x, weight, residual=None, out=None):
+        """``execute.launch``; one that a capture has taken in counts for ``stale``, one that was refused does not."""
+        y = execute.launch(kernel, x, weight, residual, out)
+        self._captures.note(self.weight)
+        return y
 
 
 class Projection(OwnedWeight):
@@ -165,4 +170,4 @@ class Projection(OwnedWeight):
         if kernel is None:
             served = ", ".join(map(str, self._kernels)) or "none"
             raise ValueError(f"projection {self.n}x{self.k}: {x.shape[0]} tokens; supported are {served}")
-        return execute.launch(kernel, x, weight)
+        return self.launch(kernel, x, weight)

@@ -14,10 +14,13 @@ import torch
 
 from . import settings as settings_module
 from .dispatch import TABLE_DTYPE
-from .operands import ALIGNMENT_BYTES
+from .operands import ALIGNMENT_BYTES, is_freed
 
 _DTYPE = getattr(torch, TABLE_DTYPE)
 _MISALIGNED = ALIGNMENT_BYTES - 1
+#: A freed tensor's address is its offset, which is below in any storage under a terabyte; most memory is above, and is
+#: spared the second look.
+_SURELY_MEMORY = 1 << 40
 
 # Bound once: each lookup through a package costs as much as the question.
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
@@ -30,8 +33,15 @@ _is_autocast_enabled = torch.is_autocast_enabled  # without an argument: CUDA's,
 _is_grad_enabled = torch.is_grad_enabled
 
 
+#: Most kernels at a time. In batch-invariant mode each M of a prefill adds one.
+LIMIT = 4096
+
+
 class ReadyKernels:
-    """Compiled kernels of calls that were served, by (families, device, N, K, M), all under one ``Settings``."""
+    """Compiled kernels of calls that were served, by (families, device, N, K, M), all under one ``Settings``.
+
+    A full table starts anew: the next call of each goes the long way once.
+    """
 
     def __init__(self) -> None:
         # One object, exchanged whole: a thread must not see the kernels of other settings.
@@ -43,7 +53,7 @@ class ReadyKernels:
         ``settings``: those that the call was decided under; they may have changed while its kernel was compiled.
         """
         state = self.state
-        if state[0] is not settings:
+        if state[0] is not settings or len(state[1]) >= LIMIT:
             state = self.state = (settings, {})
         state[1][names, device, n, k, m] = kernel
 
@@ -75,7 +85,7 @@ def run_ready(x, weight, names: tuple[str, ...] | None = None, *, flatten: bool 
     ):
         return None
     try:
-        shape, device = x.shape, x.device
+        shape, device, x_at, weight_at = x.shape, x.device, x.data_ptr(), weight.data_ptr()
         n, k = weight.shape
         if (
             x.dtype is not _DTYPE
@@ -85,8 +95,9 @@ def run_ready(x, weight, names: tuple[str, ...] | None = None, *, flatten: bool 
             or shape[-1] != k
             or not x.is_contiguous()
             or not weight.is_contiguous()
-            or x.data_ptr() & _MISALIGNED
-            or weight.data_ptr() & _MISALIGNED
+            or (x_at | weight_at) & _MISALIGNED
+            or (x_at < _SURELY_MEMORY and is_freed(x))
+            or (weight_at < _SURELY_MEMORY and is_freed(weight))
         ):
             return None
     except (RuntimeError, ValueError):  # a nested, sparse or opaque tensor has no such thing, nor a vector two extents

@@ -6,7 +6,7 @@
 | ``LOWLAT_GEMM_DENY`` | empty | comma-separated list of what must not run: a backend (``skinny``), a shape (``1536x7168``), a shape at one M (``1536x7168@4``), or a backend on one of those (``skinny:1536x7168``) |
 | ``LOWLAT_GEMM_ANY_DEVICE`` | 0 | 1: use a generation's table on sibling devices that it was not measured on |
 | ``LOWLAT_GEMM_BATCH_INVARIANT`` | 0 | 1: only plans whose bits do not depend on M; ``VLLM_BATCH_INVARIANT=1`` means the same |
-| ``LOWLAT_GEMM_STRICT`` | 0 | 1: raise where a launch would have to compile during CUDA graph capture, instead of falling back |
+| ``LOWLAT_GEMM_STRICT`` | 0 | 1: a launch that would compile raises, in a CUDA graph capture and outside |
 | ``LOWLAT_GEMM_TABLES`` | none | folder of tables of one's own; they come before those of the package |
 | ``LOWLAT_GEMM_NO_PLUGIN`` | 0 | 1: the hooks into vLLM and SGLang install nothing; direct calls are not touched by it |
 | ``LOWLAT_GEMM_CACHE_DIR`` | ``~/.cache/lowlat_gemm`` | folder of compiled kernels |

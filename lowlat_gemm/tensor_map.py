@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .operands import ALIGNMENT_BYTES, check_weight
+from .operands import ALIGNMENT_BYTES, check_weight, is_freed
 
 #: K of a map's box: 64 elements of 16 bits are the 128 bytes of its swizzle.
 BOX_COLUMNS = 64
@@ -25,7 +25,7 @@ def matrix_view(tensor, *, output: bool = False):
     A row pitch of the caller's is kept. Where an extent is 1 its stride means nothing and may be anything (a transposed
     one-column tensor, a row cut from a wider buffer): a single row gets the width in whole 16-byte words for a pitch,
     a single column unit stride. ValueError, naming what was found, for a tensor that is not 2-D, has an inner stride
-    other than 1 or overlapping rows, and unless it is an ``output`` for a pitch or a start that is not on 16 bytes:
+    other than 1, overlapping rows or a freed storage, and unless it is an ``output`` for a pitch or a start that is not on 16 bytes:
     outputs are written by element where need be.
     """
     if tensor.dim() != 2:
@@ -41,6 +41,8 @@ def matrix_view(tensor, *, output: bool = False):
             f"expected rows of unit stride that do not overlap, found shape {tuple(tensor.shape)}, "
             f"strides {(row_stride, inner_stride)}"
         )
+    elif is_freed(tensor):
+        raise ValueError(f"expected a matrix in memory, found shape {tuple(tensor.shape)} whose storage was freed")
     if rows > 1 and inner_stride == 1:
         return tensor
     words = ALIGNMENT_BYTES // tensor.element_size()

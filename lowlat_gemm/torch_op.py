@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from . import settings
+from .captures import note_operator
 from .execute import log_refusal, run_or_refuse
 from .operands import ALIGNMENT_BYTES, Reason, Refusal
 from .ready import run_ready
@@ -64,6 +65,7 @@ def _linear(x, weight, tables: str = ""):
     plain = storage_of(weight)
     y = linear_or_refuse(storage_of(x), plain, names_of(tables))
     if type(y) is not Refusal:
+        note_operator(weight)
         return y
     log_refusal(x, weight, y)
     return F.linear(x, plain)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from conformance.fakes import clean_settings, fake_table, public_world, use_table  # noqa: F401
+from conformance.fakes import bf16, clean_settings, cuda, device_of, execute, fake_table, public_world, use_table  # noqa: F401
 from lowlat_gemm import explain, plan_for, settings
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.dispatch import entry_refusal
@@ -91,3 +92,52 @@ def test_what_is_not_proven_is_not_dispatched(monkeypatch):
     use_table(monkeypatch, fake_table(ONE_SPLIT, n=N, k=K))
     plan = plan_for(SM90, N, K)
     assert plan.units() == [] and entry_refusal(plan, 1, False).reason is Reason.BACKEND_NOT_BUILT
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU in batch-invariant mode, whose row has one split with and without residual."""
+    use_table(monkeypatch, fake_table(ONE_SPLIT, residual_cells=ONE_SPLIT, n=N, k=K))
+    settings.change(batch_invariant=True)
+    with torch.no_grad(), cuda(device_of(SM90)) as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("columns", [8, 64])
+def test_a_kernel_that_does_not_compile_declines_the_row_whole(gpu, columns, residual):
+    compiler = gpu.compiler
+
+    def broken(unit):
+        if unit.spec.config.token_columns == columns and unit.spec.residual == residual:
+            raise RuntimeError("no such instruction")
+        return compiler(unit)
+
+    gpu.compiler = broken
+    weight = bf16(N, K)
+    for m in (16, 1, 64, 300, 16):  # the first is not the one that fails
+        added = bf16(m, N) if residual else None
+        assert execute.try_low_latency_gemm(bf16(m, K), weight, added) is None
+        assert execute.run_or_refuse(bf16(m, K), weight, added).reason is Reason.BACKEND_UNAVAILABLE
+    assert gpu.calls == [] and gpu.cache.compiles <= 3
+    other = None if residual else bf16(16, N)
+    assert execute.try_low_latency_gemm(bf16(16, K), weight, other) is not None, "that epilogue is judged by itself"
+
+
+def test_a_capture_takes_the_row_in_whole_or_not_at_all(gpu):
+    weight, plan = bf16(N, K), execute.device_plan(0, N, K)
+    execute.compile_ahead([plan.entry(1, False).unit])
+    gpu.capturing = True
+    assert execute.run_or_refuse(bf16(1, K), weight).reason is Reason.CAPTURE, "M = 64 would be refused"
+    execute.compile_ahead(plan.units())
+    late = gpu.cache.late
+    assert all(execute.try_low_latency_gemm(bf16(m, K), weight) is not None for m in (1, 64, 65))
+    assert gpu.cache.late == late
+
+
+def test_without_the_mode_one_failure_is_its_own(gpu):
+    settings.change(batch_invariant=False)
+    execute.compile_ahead([execute.device_plan(0, N, K).entry(1, False).unit])
+    gpu.compile_error = RuntimeError("no")
+    assert execute.try_low_latency_gemm(bf16(1, K), bf16(N, K)) is not None
+    assert execute.try_low_latency_gemm(bf16(16, K), bf16(N, K)) is None

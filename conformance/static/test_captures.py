@@ -15,8 +15,9 @@ from conformance.fakes import toy_gpu as gpu  # noqa: F401
 from lowlat_gemm import PreparedProjection, Projection, enable_low_latency_gemm, forget_captures, stale_weights
 from lowlat_gemm import disable_low_latency_gemm, weight_map
 from lowlat_gemm.adapters.methods import PlannedMethod
-from lowlat_gemm.captures import _OF_MODULES, WeightPlace
+from lowlat_gemm.captures import _AT, _OF_MODULES, WeightPlace, note_operator, watch
 from lowlat_gemm.reference import parity, reference_gemm
+from lowlat_gemm.torch_op import linear
 
 N, K, M = TOY_N, TOY_K, 2
 pytestmark = pytest.mark.usefixtures("clean_settings")
@@ -43,17 +44,25 @@ class _Layer(torch.nn.Module):
         return self.method.apply(self, x)
 
 
+class _Compiled(_Layer):
+    """The same layer where a compiler has put the operator in its place: the launch sees the weight alone."""
+
+    def forward(self, x):
+        return linear(x, self.weight)
+
+
 class Owner:
     """One of the owners of a weight: the module with it, how to launch, and what says that a graph is stale."""
 
     def __init__(self, kind: str):
-        self.module = _Layer() if kind == "method" else toy_linear()
+        self.module = {"method": _Layer, "operator": _Compiled}.get(kind, toy_linear)()
         if kind == "linear":
             enable_low_latency_gemm(self.module, torch.bfloat16)
             self.launch, self.stale = self.module, self.module.stale
             self.forget = lambda: forget_captures(self.module)
             return
-        if kind == "method":
+        if kind in ("method", "operator"):
+            watch(self.module)  # as an install does
             self.launch, self.stale = self.module, lambda: stale_weights(self.module) == ("",)
             self.forget = lambda: forget_captures(self.module)
             self.launch(bf16(M, K))  # compiled before a capture
@@ -74,7 +83,7 @@ class Owner:
             self.module.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
-@pytest.fixture(params=["linear", "method", "projection", "prepared"])
+@pytest.fixture(params=["linear", "method", "operator", "projection", "prepared"])
 def owner(request, gpu):
     return Owner(request.param)
 
@@ -201,12 +210,71 @@ def test_what_falls_back_is_not_ours_to_note(gpu):
     assert not module.stale()
 
 
+def test_the_operator_notes_the_module_that_has_the_weight_at_the_capture(gpu):
+    layers = [_Compiled() for _ in range(3)]
+    for layer in layers[:2]:
+        watch(layer)
+    model = torch.nn.ModuleList(layers)
+    layers[0](bf16(M, K))  # compiled before a capture
+    layers[0].weight = torch.nn.Parameter(bf16(N, K, seed=5), requires_grad=False)  # after the install, before the capture
+    for layer in layers:
+        capture(gpu, layer)
+    assert stale_weights(model) == ()
+    for layer in layers:
+        layer.weight = torch.nn.Parameter(bf16(N, K, seed=6), requires_grad=False)
+    assert stale_weights(model) == ("0", "1"), "nobody knows whose the third one's weight was"
+
+
+def test_the_operator_notes_nothing_of_a_fall_back_or_of_an_eager_call(gpu):
+    layer = _Compiled()
+    watch(layer)
+    layer(bf16(M, K))
+    capture(gpu, lambda x: layer(bf16(5, K)))
+    assert layer not in _OF_MODULES
+
+
+def test_what_operators_know_is_bounded_and_dies_with_its_modules(gpu):
+    gc.collect()
+    gpu.capturing = True
+    for seed in range(5):
+        layer = _Compiled()
+        watch(layer)
+        for _ in range(3):
+            layer.weight = torch.nn.Parameter(bf16(N, K, seed=seed), requires_grad=False)
+            note_operator(layer.weight)
+        gone = weakref.ref(layer)
+        del layer
+        gc.collect()
+        assert gone() is None
+        note_operator(bf16(N, K))
+        assert not [reference for reference in _AT.values() if reference() is None]
+
+
 def test_a_residual_launch_of_a_method_is_noted_too(gpu):
     layer, x, residual = _Layer(), bf16(1, K), bf16(1, N)
     layer.method.apply_with_residual(layer, x, residual)
     capture(gpu, lambda _: layer.method.apply_with_residual(layer, x, residual))
     layer.weight = torch.nn.Parameter(bf16(N, K, seed=5), requires_grad=False)
     assert stale_weights(layer) == ("",)
+
+
+def test_a_call_that_was_refused_in_a_capture_is_in_no_graph(gpu):
+    weight = torch.nn.Parameter(bf16(N, K), requires_grad=False)
+    projection, prepared = Projection(weight), PreparedProjection(weight, {M: (64, 8, 2, 4)}).prepare()
+    x, out, gpu.capturing = bf16(M, K), bf16(M, N), True
+    refused = [
+        lambda: projection(bf16(3, K)),
+        lambda: prepared.run(bf16(3, K), out),
+        lambda: prepared.run(x, out[:1]),
+        lambda: prepared.run(x, out, out),
+        lambda: prepared.run(x, weight.data[:M, :N]),  # refused by the launch itself
+    ]
+    for call in refused:
+        with pytest.raises(ValueError):
+            call()
+    gpu.capturing = False
+    weight.data = bf16(N, K, seed=5)
+    assert not projection.stale() and not prepared.stale()
 
 
 def test_a_map_is_not_made_in_a_capture(gpu):

@@ -135,6 +135,27 @@ def test_clear_forgets_compiled_and_failed():
     assert (cache.get(UNIT), cache.get(OTHER), cache.compiles) == ("good", "mended", 4)
 
 
+def toy(number: int) -> CompileUnit:
+    return CompileUnit("toy", "sm_90a", number)
+
+
+def test_a_kernel_stays_however_many_come():
+    """A captured graph holds no reference to its kernels: one that was let go would be launched all the same."""
+    cache = CompileCache(lambda unit: Made([unit], compiled=True), limit=3)
+    first = cache.get(toy(0))
+    for number in range(1, 100):
+        cache.get(toy(number))
+    assert cache.peek(toy(0)) is first and cache.compiles == 100
+
+
+def test_failures_are_bounded_too():
+    cache = CompileCache(failing, limit=3)
+    for number in range(5):
+        with pytest.raises(CompileError):
+            cache.get(toy(number))
+    assert [cache.failed(toy(number)) is not None for number in range(5)] == [False, False, True, True, True]
+
+
 def units(arch) -> list[tuple[tuple, CompileUnit]]:
     """Every skinny cell of the public tables of ``arch``, and what must be compiled for it."""
     found = []

@@ -31,7 +31,7 @@ ALLOWED = {
     "prepared_projection": {"arch", "captures", "execute", "kernels", "projection", "tensor_map"},
     "kda_branches": {"arch", "dispatch", "kernels", "models", "settings", "tables"},
     "kda_overlap": {"arch", "dispatch", "execute", "kda_branches", "kernels", "operands", "settings", "tables", "torch_op"},
-    "torch_op": {"execute", "operands", "ready", "settings"},
+    "torch_op": {"captures", "execute", "operands", "ready", "settings"},
     "warmup": {"dispatch", "execute", "operands"},
     "adapters": {
         "captures", "dispatch", "execute", "kda_overlap", "operands", "ready", "settings", "torch_op",

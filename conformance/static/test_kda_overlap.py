@@ -314,6 +314,7 @@ def test_nothing_compiles_in_a_capture_after_autotune(gpu, ordering, weights, mo
     gpu.capturing = True
     with pytest.raises(NotCompiledError, match="is not compiled: prepare it before graph capture"):
         overlap(tokens(1), weights, max_tokens=None)
+    assert gpu.cache.late == 3, "each counts once"
     assert not ordering.operations and ordering.current.clocks == {ordering.current.cuda_stream: 0}
     gpu.capturing = False
     half = Layer(weights[0], weights[1].half())

@@ -225,6 +225,13 @@ def test_former_settings_leave_nothing_behind(served):
     assert run_ready(*served) is None
 
 
+def test_a_full_table_starts_anew(served, monkeypatch):
+    monkeypatch.setattr("lowlat_gemm.ready.LIMIT", 3)
+    x, weight = served
+    assert len(READY.state[1]) == 3 and run_ready(x, weight) is not None
+    READY.add(settings.current(), None, x.device, N, K, 77, None)
+    assert len(READY.state[1]) == 1 and run_ready(x, weight) is None
+    assert execute.try_low_latency_gemm(x, weight) is not None and run_ready(x, weight) is not None
 
 
 @pytest.mark.parametrize("how", ["bias", "attribute", "parametrized"])

@@ -10,6 +10,7 @@ from torch import nn
 from conformance.fakes import TOY_K as K
 from conformance.fakes import bf16, cuda, device_of, same_bits, toy_table, use_table
 from conformance.vllm.conftest import LAYERS, SERVED, made, run
+from lowlat_gemm import stale_weights
 from lowlat_gemm.adapters import vllm as adapter
 from lowlat_gemm.adapters.report import InstallReport
 from lowlat_gemm.adapters.methods import PlannedMethod
@@ -44,6 +45,21 @@ def traced(layer):
     with torch.no_grad():
         compiled(x)
     return compiled, found
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_graph_that_the_operator_was_captured_in_is_stale_where_the_weight_moves(installed, kind):
+    layer = installed[kind]
+    compiled, _ = traced(layer)
+    with torch.no_grad(), cuda(device_of(SM90)) as gpu:
+        compiled(bf16(2, K))
+        assert len(gpu.calls) == 1
+        gpu.capturing = True
+        compiled(bf16(2, K))
+        gpu.capturing = False
+        assert stale_weights(installed) == ()
+        layer.weight.data = layer.weight.data.clone()
+        assert stale_weights(installed) == (kind,)
 
 
 def targets(graph) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..captures import note_capture
+from ..captures import note_capture, watch
 from ..dispatch import Plan, missing_packages_refusal
 from ..execute import compile_ahead, device_plan, log_refusal, run_or_refuse
 from ..operands import Reason, Refusal, check_weight
@@ -153,6 +153,7 @@ class Framework:
                 continue
             module = model.get_submodule(name)
             module.quant_method = planned(module.quant_method, names, self.mixin)
+            watch(module)
         return InstallReport(tuple(plans), skipped)
 
     def uninstall(self, model: torch.nn.Module) -> int:

@@ -26,6 +26,10 @@ class CompileError(RuntimeError):
     """A unit that did not compile; the message names the unit, ``__cause__`` is what the compiler said."""
 
 
+#: Most failures that are remembered.
+LIMIT = 2048
+
+
 @dataclass(frozen=True)
 class Made:
     """A callable kernel. ``compiled``: made by the compiler just now, not loaded from disk."""
@@ -41,11 +45,14 @@ class CompileCache:
     A unit that failed fails again at once: a server must not try a broken kernel on every token.
     ``compiles`` and ``loads`` count what was made either way; a failed compile counts. ``late`` counts the launches that
     came before their kernel was made, in a CUDA graph capture or while serving: 0 where the warm-up missed nothing.
+    A kernel stays until ``clear``: a captured graph holds no reference to the kernels in it, and would launch code that
+    is gone. ``limit``: most failures that are remembered.
     """
 
-    def __init__(self, make: Callable[[CompileUnit], Made]):
+    def __init__(self, make: Callable[[CompileUnit], Made], limit: int = LIMIT):
         self._make = make
         self._lock = threading.Lock()
+        self._limit = limit
         self._kernels: dict[CompileUnit, Callable] = {}
         self._failed: dict[CompileUnit, str] = {}
         self.compiles = 0
@@ -62,11 +69,11 @@ class CompileCache:
 
     def get(self, unit: CompileUnit) -> Callable:
         """The unit's kernel, made now if need be. Raises CompileError, the first time from the compiler's error."""
-        kernel = self._kernels.get(unit)
+        kernel = self.peek(unit)
         if kernel is not None:
             return kernel
         with self._lock:
-            kernel = self._kernels.get(unit)
+            kernel = self.peek(unit)
             if kernel is not None:
                 return kernel
             if unit in self._failed:
@@ -75,6 +82,8 @@ class CompileCache:
                 made = self._make(unit)
             except Exception as error:  # the DSL raises many types; all of them mean: this kernel is not to be had
                 self.compiles += 1
+                if len(self._failed) >= self._limit:
+                    del self._failed[next(iter(self._failed))]
                 # Only the text is kept: an exception keeps its callers' frames, and the tensors in them, alive.
                 self._failed[unit] = f"{unit.kernel} for {unit.target} did not compile ({unit.spec}): {error}"
                 _LOG.warning("%s; its GEMMs fall back", self._failed[unit])
