@@ -26,8 +26,8 @@ _SM_SHARED_BYTES, _CTA_RESERVED_BYTES = 228 * 1024, 1024
 HALF_AN_SM = _SM_SHARED_BYTES // 2 - _CTA_RESERVED_BYTES
 #: Tokens up to which dot products on CUDA cores are worth a try; beyond, it is assumed that tensor cores win.
 SKINNY_TOKENS = 4
-#: Loads that are still to be requested when the next kernel is let go, by blocks of 64 K in a load: those that won a cell
-#: on the H200 more than twice.
+#: Loads that are still to be requested when the next kernel is let go, by blocks of 64 K in a load: those that won more
+#: than a cell or two of the 475 in hw_matrix/records/sm90/h200-tune-k3-tp8-tp4.json, and 12.
 TRIGGERS = {1: (2, 4, 6, 8, 10, 12), 2: (4, 5, 6, 10)}
 ROWS = range(16, 2 * split_k.WARPGROUP_ROWS + 1, 8)
 SPLITS = range(1, split_k.MAX_SPLIT + 1)

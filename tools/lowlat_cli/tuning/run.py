@@ -50,7 +50,7 @@ PASSES = (1, 2)
 #: K up to which a launch's latency decides, of which the model of ``split_k`` knows little.
 TINY_K = 256
 #: (bytes of a weight up to which, candidates of ``fused_a`` as a share of ``split_k``'s): the smaller the weight, the more
-#: often warps that stream it into registers win. None that won on the H200 was beyond these by its model.
+#: often warps that stream it into registers win.
 FUSED_A_SHARES = ((6_000_000, 1.0), (12_000_000, 0.5), (math.inf, 0.17))
 #: Shapes that go through the later stages together.
 TOGETHER = 8
