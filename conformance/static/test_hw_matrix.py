@@ -14,6 +14,7 @@ import pytest
 
 from conformance.cases import kernel_cases, table_cases
 from conformance.fake_records import COMMIT, cell_of, record_of, shards_of
+from conformance.sharding import digest
 from hw_matrix import __main__ as command
 from hw_matrix.coverage import MEANING, PROVENANCE_MEANING, Proof, Record, cell_states, counts
 from hw_matrix.merge import MergeError, file_name, find_shards, merge
@@ -230,8 +231,17 @@ def test_a_part_of_a_suite_is_not_the_suite(sources):
     (sources / "gpu/test_y.py").touch()
     with pytest.raises(MergeError, match="gpu_sm90: no test of test_y.py ran"):
         merge(shards_of(), RUNNERS, SM90, sources)
-    with pytest.raises(MergeError, match="gpu_sm90: .*nowhere.gpu: no test files there to compare with"):
-        merge(shards_of(), RUNNERS, SM90, sources / "nowhere")
+    with pytest.raises(MergeError, match="gpu_sm90: .*nowhere.conformance.gpu: no test files there to compare with"):
+        merge(shards_of(), RUNNERS, SM90, sources.parent / "nowhere/conformance")
+
+
+def test_a_target_of_one_file_elsewhere_may_be_among_the_shards(sources):
+    """tools/bazel: two targets of a file each, which a run of everything leaves records of."""
+    (shard,) = shards_of(SM90, total=1, status="reference", suite="bazel", gpu=None)
+    for test in shard.data["tests"]:
+        test["id"] = test["id"].replace("conformance/bazel", "tools/bazel")
+    shard.data["shard"]["digest"] = digest(test["id"] for test in shard.data["tests"])
+    assert len(merge([*shards_of(), shard], RUNNERS, SM90, sources)) == 1
 
 
 def test_a_waived_cell_ran(sources):
