@@ -6,16 +6,34 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from conformance import sanitize
 from conformance.cases import table_cases
 from lowlat_cli import report
 from lowlat_gemm.arch import ARCHES, SM90
 from lowlat_gemm.kernels.registry import backend
 from lowlat_gemm.models import projection_shapes
+from lowlat_gemm.tables import available_tables
 
 ROOT = Path.cwd()  # pytest's root, with and without Bazel
 README = (ROOT / "README.md").read_text()
-TUNED = sorted((ROOT / "hw_matrix/records/sm90").glob("h200-tune-k3-*.json"))
+RECORDS = ROOT / "hw_matrix/records/sm90"
+#: The tuning runs of the families that the package has a table of.
+FAMILIES = sorted(family for family, arch in available_tables() if arch == "sm90")
+TUNED = {
+    family: [path for path in sorted(RECORDS.glob("h200-tune-*.json")) if report.family_of(report.read_record(path)) == family]
+    for family in FAMILIES
+}
+
+
+def number(pattern: str) -> list[int]:
+    """The numbers that the README says where ``pattern`` matches."""
+    return [int(word.replace(",", "")) for word in re.search(pattern, README).groups()]
+
+
+def said_of(name: str) -> dict:
+    return json.loads((RECORDS / name).read_text())
 
 
 def test_every_link_into_the_repository_exists():
@@ -23,49 +41,77 @@ def test_every_link_into_the_repository_exists():
     assert links and [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_the_cells_that_the_readme_calls_measured_are_in_the_records():
-    """Every measured cell of the SM90 table is a winner of the newest run that measured it, with that run's config."""
-    records = [json.loads(path.read_text()) for path in TUNED]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_measured_cells_are_in_the_records(family):
+    """Every measured cell of an SM90 table is a winner of the newest run that measured it, with that run's config."""
+    records = [report.read_record(path) for path in TUNED[family]]
     assert all(record["machine"]["gpu"]["name"] == "NVIDIA H200" and record["excluded"] == [] for record in records)
-    cells = report.join_tuned(records)["cells"]
     won = {
         (c["n"], c["k"], c["m"], c["residual"]): (c["winner"]["backend"], c["winner"]["config"])
-        for c in cells
+        for c in report.join_tuned(records)["cells"]
         if c["winner"]
     }
-    measured = {
+    measured = measured_cells(family)
+    assert len(measured) == len(won), f"{family}: the table has {len(measured)}, the records {len(won)}"
+    assert measured == won, [key for key in measured if measured[key] != won.get(key)]
+
+
+def measured_cells(family: str) -> dict:
+    return {
         (case.n, case.k, case.m, case.residual): (case.cell.backend, dict(case.cell.config))
         for case in table_cases(SM90)
-        if case.cell.provenance.kind == "measured"
+        if case.family == family and case.cell.provenance.kind == "measured"
     }
-    said = int(re.search(r"SM90: (\d+) measured cells", README)[1])
-    assert said == len(measured) == len(won), f"the README says {said}, the table {len(measured)}, the records {len(won)}"
-    assert measured == won, [key for key in measured if measured[key] != won.get(key)]
-    shapes = {key[:2] for key in measured}
-    rows, sizes = re.search(r"SM90: (\d+) rows, all of ((?:TP\d+(?:, | and )?)+), measured", README).groups()
+
+
+def test_the_readme_counts_what_was_measured():
+    cells = [cell for family in FAMILIES for cell in report.join_tuned(map(report.read_record, TUNED[family]))["cells"]]
+    (said,) = number(r"SM90: ([\d,]+) measured cells")
+    assert said == sum(len(measured_cells(family)) for family in FAMILIES)
+    without = [cell["m"] for cell in cells if not cell["winner"]]
+    assert number(r"([\d,]+) of ([\d,]+) measured\s+cells, all above 16 tokens") == [len(without), len(cells)]
+    assert min(without) > 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_readme_says_which_shapes_have_rows(family):
+    found = re.search(rf"{family} (\d+) rows, all of ((?:TP\d+(?:, | and )?)+)(?: but ((?:\d+x\d+(?: and )?)+))?", README)
+    rows, sizes, without = found.groups()
+    shapes = {key[:2] for key in measured_cells(family)}
     assert int(rows) == len(shapes)
-    missing = {
-        (shape.n, shape.k) for tp in re.findall(r"TP(\d+)", sizes) for shape in projection_shapes("kimi_k3", int(tp))
-    } - shapes
-    assert not missing, f"{sizes}: {missing} have no row"
-    lost, all_cells = map(int, re.search(r"(\d+) of (\d+) measured\s+cells, all above 16 tokens", README).groups())
-    without = [c["m"] for c in cells if not c["winner"]]
-    assert (lost, all_cells) == (len(without), len(cells)) and min(without) > 16
+    wanted = {(s.n, s.k) for tp in re.findall(r"TP(\d+)", sizes) for s in projection_shapes(family, int(tp))}
+    said = {tuple(map(int, shape.split("x"))) for shape in re.findall(r"\d+x\d+", without or "")}
+    assert wanted - shapes == said, f"{family}, {sizes}: no row for {wanted - shapes}, the README says {said}"
 
 
-def test_the_means_of_the_readme_are_those_of_the_records():
-    (together,) = report.tuned_together(TUNED)
-    head, *rows = re.findall(r"^\| (weight|(?:under )?\d+ .*?MB.*?) \| (.+) \|$", README, re.MULTILINE)
-    tokens = [int(word.removeprefix("M = ")) for word in head[1].split(" | ")[1:]]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_means_of_the_readme_are_those_of_the_records(family):
+    joined = report.join_tuned(map(report.read_record, TUNED[family]))
+    together = report.summarise_record(family, joined)
+    head, table = re.search(rf"^\| {family} \| shapes \| (.+) \|\n\|[-|]+\|\n((?:\|.+\|\n)+)", README, re.MULTILINE).groups()
+    tokens = [int(word.removeprefix("M = ")) for word in head.split(" | ")]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     groups = list(dict.fromkeys(mean.group for mean in together.means if "residual" not in mean.group))
-    assert len(tokens) >= 5 and [name for name, _ in rows] == groups
-    for name, row in rows:
+    assert len(tokens) >= 5 and [name for name, *_ in rows] == groups
+    for name, shapes, *ratios in rows:
         means = {mean.m: mean for mean in together.means if mean.group == name}
-        shapes, *ratios = row.split(" | ")
         assert int(shapes) == max(mean.cells for mean in means.values()), name
         for m, said in zip(tokens, ratios, strict=True):
             want = f"{means[m].over_floor:.3f} / {means[m].over_baseline:.3f}"
-            assert said == want, f"{name}, M = {m}: the README says {said}, the records {want}"
+            assert said == want, f"{family}, {name}, M = {m}: the README says {said}, the records {want}"
+
+
+def test_what_the_readme_says_of_layers_hosts_and_starts():
+    layers = {cell["m"]: cell for cell in said_of("h200-layers-tp8.json")["cells"]}
+    assert sorted(layers) == list(range(1, 65))
+    said = re.search(r"takes ([\d.]+) of the time at M = 1, ([\d.]+) at M = 16 and ([\d.]+) at M = 64", README).groups()
+    assert list(said) == [f"{layers[m]['with_over_without']:.3f}" for m in (1, 16, 64)]
+    host = said_of("h200-host-tp8.json")["medians"]["module_over_module"]
+    assert re.search(r"costs the host ([\d.]+) of", README)[1] == f"{host:.3f}"
+    starts = {cell["way"]: cell for cell in said_of("h200-startup-tp8.json")["cells"]}
+    assert starts["archive"]["late"] == starts["archive"]["compiles"] == 0
+    said = re.search(r"starts in ([\d.]+) s with an archive of\s+kernels instead of ([\d.]+) s", README).groups()
+    assert list(said) == [f"{starts[way]['total']:.1f}" for way in ("archive", "nothing")]
 
 
 def test_flashinfer_is_dispatched_where_a_record_shows_its_kernel_right():

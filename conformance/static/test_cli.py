@@ -169,7 +169,7 @@ def broken_package(folder, name: str, text: str | None):
         ("format = 1\n", ("check", "--arch", "sm90"), "kimi_k3_sm90.toml"),
         ("format = = 1", ("check",), "kimi_k3_sm90.toml: not valid TOML"),
         ("format = = 1", ("explain", 1, 1536, 7168, "--arch", "sm90"), "kimi_k3_sm90.toml: not valid TOML"),
-        (None, ("plan", "--arch", "sm90"), "no table for model family 'kimi_k3' on sm90; there are: kimi_k3 sm100"),
+        (None, ("plan", "--arch", "sm90"), "no table for model family 'kimi_k3' on sm90; there are: glm_5_3_flash sm90, kimi_k3 sm100"),
     ],
 )
 def test_a_broken_or_missing_table(tmp_path, text, arguments, message):

@@ -12,7 +12,7 @@ from lowlat_gemm.tables import TableError, available_tables, load_table
 
 pytestmark = pytest.mark.usefixtures("clean_settings")
 
-SHIPPED = [("kimi_k3", arch.name) for arch in ARCHES]
+SHIPPED = [("glm_5_3_flash", "sm90"), *(("kimi_k3", arch.name) for arch in ARCHES)]
 ROW = """[[projection]]
 n = {n}
 k = {k}
@@ -37,7 +37,7 @@ def own(tmp_path):
 
 
 def test_a_family_of_ones_own_is_found(own, lowlat):
-    assert available_tables() == [("mymodel", "sm90"), *SHIPPED] and families() == ("mymodel", "kimi_k3")
+    assert available_tables() == [("mymodel", "sm90"), *SHIPPED] and families() == ("mymodel", *(family for family, arch in SHIPPED if arch == "sm90"))
     found = explain(1, 1000, 2048, arch="sm90")
     assert (found.family, found.label, found.backend) == ("mymodel", "mine", "skinny") and dict(found.config)["block_size"] == 64
     assert load_table("mymodel", "sm90").path == str(own / "mymodel_sm90.toml")
@@ -60,7 +60,7 @@ def test_a_table_of_ones_own_stands_for_the_packages_of_that_name(own):
 
 
 def test_a_table_that_is_not_there_names_those_that_are(own):
-    with pytest.raises(TableError, match="mymodel sm90, kimi_k3 sm90"):
+    with pytest.raises(TableError, match="mymodel sm90, glm_5_3_flash sm90, kimi_k3 sm90"):
         load_table("mymodel", "sm100")
     (own / "other_sm90.toml").write_text(table("mymodel", 1000, 2048))
     with pytest.raises(TableError, match="found mymodel sm90, need other sm90"):

@@ -119,10 +119,35 @@ def test_of_several_tuning_runs_the_newest_of_each_cell_counts(tmp_path, lowlat)
     other = _write(tmp_path / "c.json", [_timed(1, floor=1.0, ours=2.0)], kind="bench")
     for paths in ([older, newer, other], [newer, other, older]):
         (together,) = report.tuned_together(paths)
-        assert together.path == "2 tuning runs on NVIDIA H200 together" and together.cells == 3
+        assert together.path == "2 tuning runs of kimi_k3 on NVIDIA H200 together" and together.cells == 3
         assert [(mean.cells, mean.over_floor) for mean in together.means] == [(2, pytest.approx(8**0.5, rel=1e-4))]
     assert report.tuned_together([older, other]) == []
-    assert "2 tuning runs on NVIDIA H200 together" in lowlat("report", tmp_path)[1]
+    assert "2 tuning runs of kimi_k3 on NVIDIA H200 together" in lowlat("report", tmp_path)[1]
+    assert report.tuned_together([older, _write(newer, [cell(64, 4.0)], family="mymodel", machine=machine)]) == []
+
+
+@pytest.mark.parametrize(
+    "fields, family",
+    [
+        ({"command": "lowlat tune --shape 64x128"}, "kimi_k3"),
+        ({"command": "lowlat tune --model glm_5_3_flash --tp 4"}, "glm_5_3_flash"),
+        ({"command": "lowlat tune --model glm_5_3_flash --family mymodel"}, "mymodel"),
+        ({"command": "lowlat tune --model glm_5_3_flash", "family": "mymodel"}, "mymodel"),
+    ],
+)
+def test_the_family_of_a_tuning_run(fields, family):
+    assert report.family_of(fields) == family
+
+
+def test_a_stack_of_layers_with_and_without_a_kind(tmp_path):
+    def cell(m, ratio):
+        timings = {"with": {"us": ratio}, "without": {"us": 1.0}}
+        return {"m": m, "layers": 8, "timings": timings, "with_over_without": ratio}
+
+    for fields in ({}, {"kind": "layers"}):
+        found = report.summarise(_write(tmp_path / "l.json", [cell(1, 0.5), cell(64, 2.0)], **fields))
+        assert found.kind == "layers" and found.worst[0] == report.Worst("M = 64", 2.0, "a layer without")
+        assert found.notes == ["a layer with the library over one without: 1.000, geometric mean over 2 token counts"]
 
 
 def test_host_costs(tmp_path):

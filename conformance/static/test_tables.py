@@ -311,7 +311,7 @@ def test_shipped_table(arch):
 
 
 def test_every_arch_has_a_table():
-    assert available_tables() == [("kimi_k3", arch.name) for arch in ARCHES]
+    assert available_tables() == [("glm_5_3_flash", "sm90"), *(("kimi_k3", arch.name) for arch in ARCHES)]
 
 
 def test_the_config_keys_are_those_of_the_backends():
@@ -331,7 +331,7 @@ def test_a_table_is_read_only():
 
 
 def test_missing_tables():
-    with pytest.raises(TableError, match=r"no table for model family 'llama' on sm90; there are: kimi_k3 sm90, kimi_k3 sm100"):
+    with pytest.raises(TableError, match=r"no table for model family 'llama' on sm90; there are: glm_5_3_flash sm90, kimi_k3 sm90, kimi_k3 sm100"):
         load_table("llama", "sm90")
     with pytest.raises(ValueError, match="unknown arch 'sm120'"):
         load_table("kimi_k3", "sm120")

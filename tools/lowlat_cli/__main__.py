@@ -253,7 +253,7 @@ def tune(
         raise CannotRun(str(error))
     written = command.write(outcome, path, start, gpu, label)
     seconds, found = time.monotonic() - clock, tune_report.outcome_json(outcome)
-    result = make_tune_record(command_line("lowlat", sys.argv[1:]), found, gpu, started, seconds)
+    result = make_tune_record(command_line("lowlat", sys.argv[1:]), family, found, gpu, started, seconds)
     if record is not None:
         write_record(result, record)
     if as_json:

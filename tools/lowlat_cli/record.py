@@ -124,9 +124,11 @@ def make_sanitizer_record(command: str, runs: list[dict], gpu, started: datetime
     return _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "sanitizer", "cells": runs}
 
 
-def make_tune_record(command: str, outcome: dict, gpu, started: datetime.datetime, seconds: float) -> dict:
-    """The record of a tuning run; ``outcome``: ``tuning.report.outcome_json``, with its cells."""
-    return _head(command, gpu, started, seconds) | outcome
+def make_tune_record(
+    command: str, family: str, outcome: dict, gpu, started: datetime.datetime, seconds: float
+) -> dict:
+    """The record of a tuning run for the table of ``family``; ``outcome``: ``tuning.report.outcome_json``, with cells."""
+    return _head(command, gpu, started, seconds) | {"kind": "tune", "family": family} | outcome
 
 
 _PATH_OPTIONS = ("--record", "--journal", "--table", "--plots", "--archive")
@@ -135,7 +137,7 @@ _PATH_OPTIONS = ("--record", "--journal", "--table", "--plots", "--archive")
 def make_layers_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
     """The record of a stack of layers; ``cells``: of ``tools.bench_layers.LayersCell``, one an M. Times: us a layer."""
     mean = round(statistics.geometric_mean(cell.ratio for cell in cells), 4)
-    head = _head(command, gpu, started, seconds)
+    head = _head(command, gpu, started, seconds) | {"kind": "layers"}
     return head | {"geometric_mean_with_over_without": mean, "cells": [cell.to_json() for cell in cells]}
 
 

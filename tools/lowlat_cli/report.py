@@ -17,8 +17,8 @@ from .record import Status
 
 #: Cells named as the worst of a record.
 WORST = 10
-#: Keys of cells by which records without a kind are told apart.
-_KINDS = {"timings": "bench", "winner": "tune", "status": "check"}
+#: Keys of cells by which records without a kind are told apart, the first that is there.
+_KINDS = {"layers": "layers", "timings": "bench", "winner": "tune", "status": "check"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def find_records(paths: Iterable[Path]) -> list[Path]:
 
 def summarise(path: Path) -> Summary:
     """Reads one record. ValueError, naming the file, for what is none."""
-    return _summarise(str(path), read_record(path))
+    return summarise_record(str(path), read_record(path))
 
 
 def read_record(path: Path) -> dict:
@@ -111,9 +111,17 @@ def kind_of(record: dict) -> str:
     return record.get("kind") or next((kind for key, kind in _KINDS.items() if cells and key in cells[0]), "unknown")
 
 
+def family_of(record: dict) -> str:
+    """The model family that a tuning run was for. Records say it since there are several; earlier ones by their command."""
+    if "family" in record:
+        return record["family"]
+    words = record["command"].split()
+    return next((words[words.index(option) + 1] for option in ("--family", "--model") if option in words), "kimi_k3")
+
+
 def join_tuned(records: Iterable[dict]) -> dict:
-    """One record of several tuning runs on one kind of GPU: each cell as the newest run that measured it has it, by weight
-    and M."""
+    """One record of a family's tuning runs on one kind of GPU: each cell as the newest run that measured it has it, by
+    weight and M."""
     ordered = sorted(records, key=lambda record: record["started"])
     cells = {(c["n"], c["k"], c["m"], c["residual"]): c for record in ordered for c in record["cells"]}
     by_weight = sorted(cells.values(), key=lambda c: (c["n"] * c["k"], c["n"], c["m"], c["residual"]))
@@ -121,19 +129,20 @@ def join_tuned(records: Iterable[dict]) -> dict:
 
 
 def tuned_together(paths: Iterable[Path]) -> list[Summary]:
-    """For each GPU of which there are several tuning runs among the records, what they say together."""
-    by_gpu: dict[str, list[dict]] = {}
+    """For each family and GPU of which there are several tuning runs among the records, what they say together."""
+    runs: dict[tuple[str, str], list[dict]] = {}
     for record in map(read_record, paths):
         if kind_of(record) == "tune":
-            by_gpu.setdefault(record["machine"]["gpu"]["name"], []).append(record)
+            runs.setdefault((family_of(record), record["machine"]["gpu"]["name"]), []).append(record)
     return [
-        _summarise(f"{len(records)} tuning runs on {gpu} together", join_tuned(records))
-        for gpu, records in by_gpu.items()
+        summarise_record(f"{len(records)} tuning runs of {family} on {gpu} together", join_tuned(records))
+        for (family, gpu), records in runs.items()
         if len(records) > 1
     ]
 
 
-def _summarise(path: str, record: dict) -> Summary:
+def summarise_record(path: str, record: dict) -> Summary:
+    """What one record says. ``path`` names it. ValueError where its cells cannot be read."""
     kind, cells = kind_of(record), record["cells"]
     gpu = (record.get("machine") or {}).get("gpu") or {}
     head = Summary(path, kind, record.get("command", ""), gpu.get("name"), record.get("commit"), len(cells))
@@ -234,6 +243,14 @@ def _kda(record: dict, head: Summary) -> None:
     head.worst.sort(key=lambda one: -one.ratio)
 
 
+def _layers(record: dict, head: Summary) -> None:
+    """Time of a layer with the library over the time without it."""
+    cells = record["cells"]
+    mean = statistics.geometric_mean(cell["with_over_without"] for cell in cells)
+    head.notes.append(f"a layer with the library over one without: {mean:.3f}, geometric mean over {len(cells)} token counts")
+    _add_worst(head, [Worst(f"M = {cell['m']}", cell["with_over_without"], "a layer without") for cell in cells])
+
+
 def _startup(record: dict, head: Summary) -> None:
     for cell in record["cells"]:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cell["seconds"].items())
@@ -259,7 +276,7 @@ def _sanitizer(record: dict, head: Summary) -> None:
 #: How the cells of each kind of record are read.
 _READERS = {
     "bench": _bench, "tune": _tune, "check": _check, "host": _host, "kda": _kda, "sanitizer": _sanitizer,
-    "startup": _startup, "conformance": _conformance, "conformance shard": _conformance,
+    "layers": _layers, "startup": _startup, "conformance": _conformance, "conformance shard": _conformance,
 }  # fmt: skip
 
 
