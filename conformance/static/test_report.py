@@ -30,7 +30,7 @@ def test_a_benchmark(tmp_path):
     cells = [_timed(1, floor=1.0, norm_alone=0.1, cublas=4.0, vllm=2.5, ours=2.0)]
     cells += [_timed(1, floor=1.0, cublas=4.0, ours=8.0), _timed(2, floor=1.0, cublas=4.0)]
     found = report.summarise(_write(tmp_path / "b.json", cells, kind="bench", not_reached=["64x128 M=4"]))
-    assert found.means == [report.Mean("linked, cold, PDL on", 1, 2, 4.0, 1.0)]
+    assert found.means == [report.Mean("linked, cold, PDL on", 1, 2, 4.0, 1.0, 4.0)]
     assert found.worst == [
         report.Worst("64x128 M=1, linked, cold, PDL on", 2.0, "cublas"),
         report.Worst("64x128 M=1, linked, cold, PDL on", 0.8, "vllm"),
@@ -84,7 +84,7 @@ def test_a_run_of_the_suite(tmp_path):
 def test_a_tuning_run(tmp_path):
     def cell(m, winner, over_floor, over_baseline, residual=False):
         shape = {"n": 64, "k": 128, "m": m, "residual": residual, "winner": winner}
-        return shape | {"over_floor": over_floor, "over_baseline": over_baseline}
+        return shape | {"us": over_floor, "floor_us": 1.0, "over_floor": over_floor, "over_baseline": over_baseline}
 
     winner = {"backend": "skinny", "config": {}}
     cells = [cell(1, winner, 1.0, 0.5), cell(1, winner, 4.0, 0.5), cell(1, winner, 1.5, 0.9, True)]
@@ -93,7 +93,7 @@ def test_a_tuning_run(tmp_path):
     found = report.summarise(_write(tmp_path / "t.json", cells, excluded=excluded, not_reached=[[64, 256]]))
     assert found.kind == "tune"
     small = "under 6 MB"
-    assert found.means == [report.Mean(small, 1, 2, 2.0, 0.5), report.Mean(f"{small}, with residual", 1, 1, 1.5, 0.9)]
+    assert found.means == [report.Mean(small, 1, 2, 2.0, 0.5, 1.5), report.Mean(f"{small}, with residual", 1, 1, 1.5, 0.9, 0.5)]
     assert found.worst[0] == report.Worst("64x128 M=1", 0.9, "baseline")
     kept, excluded, not_reached = found.notes
     assert kept.startswith("3 of 4 measured cells kept") and "hung" in excluded and "1 shapes" in not_reached
@@ -111,7 +111,8 @@ def test_weights_are_grouped_by_their_size(shape, group):
 def test_of_several_tuning_runs_the_newest_of_each_cell_counts(tmp_path, lowlat):
     def cell(n, over_floor, **more):
         winner = {"backend": "skinny", "config": {}}
-        return {"n": n, "k": 128, "m": 1, "residual": False, "winner": winner, "over_floor": over_floor, "over_baseline": 0.5} | more
+        return {"n": n, "k": 128, "m": 1, "residual": False, "winner": winner, "us": over_floor, "floor_us": 1.0,
+                "over_floor": over_floor, "over_baseline": 0.5} | more
 
     machine = {"gpu": {"name": "NVIDIA H200"}}
     older = _write(tmp_path / "new/a.json", [cell(64, 9.0), cell(32, 2.0)], started="2026-01-01", machine=machine)
@@ -195,7 +196,7 @@ def test_folders_are_searched_and_absent_paths_are_an_error(tmp_path, lowlat):
 def test_the_command_prints_tables_markdown_and_json(lowlat):
     path = RECORDS / "h200-bench-skinny-tp8.json"
     code, out, _ = lowlat("report", path)
-    assert code == 0 and "geometric means" in out and "7168x14336 M=2" in out
+    assert code == 0 and "means by M" in out and "7168x14336 M=2" in out
     code, out, _ = lowlat("report", "--markdown", RECORDS)
     assert code == 0 and "| back_to_back, cold, PDL on | 1 | 11 | 1.208 | 0.713 |" in out
     assert out.count("## ") == len(list(RECORDS.glob("*.json"))) + 1, "each record, and the tuning runs together"

@@ -23,13 +23,15 @@ _KINDS = {"layers": "layers", "timings": "bench", "winner": "tune", "status": "c
 
 @dataclass(frozen=True)
 class Mean:
-    """Geometric means over ``cells`` cells of one M: time over the floor, and over the baseline (cuBLAS)."""
+    """Over ``cells`` cells of one M: geometric means of time over the floor and over the baseline (cuBLAS), and the median
+    of the microseconds beyond the floor, which hardly depend on the weight's size."""
 
     group: str
     m: int
     cells: int
     over_floor: float | None
     over_baseline: float | None
+    beyond_us: float
 
 
 @dataclass(frozen=True)
@@ -167,18 +169,21 @@ def _mode(cell: dict) -> str:
     return f"{mode['chain']}, {mode['weights']}, PDL {'on' if mode['pdl'] else 'off'}"
 
 
-def _add_means(head: Summary, rows: Iterable[tuple[str, int, float | None, float | None]]) -> None:
-    """``rows``: (group, M, over the floor, over the baseline) of each cell."""
-    groups: dict[tuple[str, int], list[tuple[float | None, float | None]]] = {}
-    for group, m, *ratios in rows:
-        groups.setdefault((group, m), []).append(tuple(ratios))
+def _add_means(head: Summary, rows: Iterable[tuple[str, int, float, float | None, float]]) -> None:
+    """``rows``: (group, M, over the floor, over the baseline, microseconds beyond the floor) of each cell."""
+    groups: dict[tuple[str, int], list[tuple[float, float | None, float]]] = {}
+    for group, m, *times in rows:
+        groups.setdefault((group, m), []).append(tuple(times))
     order = list(dict.fromkeys(group for group, _ in groups))
-    for (group, m), ratios in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
-        means = []
-        for column in zip(*ratios):
-            known = [value for value in column if value is not None]
-            means.append(round(statistics.geometric_mean(known), 4) if known else None)
-        head.means.append(Mean(group, m, len(ratios), *means))
+    for (group, m), times in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
+        over_floor, over_baseline, beyond = zip(*times)
+        beyond_us = round(statistics.median(beyond), 2)
+        head.means.append(Mean(group, m, len(times), _mean(over_floor), _mean(over_baseline), beyond_us))
+
+
+def _mean(ratios: Iterable[float | None]) -> float | None:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return round(statistics.geometric_mean(known), 4) if known else None
 
 
 def _add_worst(head: Summary, found: Iterable[Worst]) -> None:
@@ -192,7 +197,8 @@ def _bench(record: dict, head: Summary) -> None:
         us = {name: timing["us"] for name, timing in cell["timings"].items()}
         peers = {name: value for name, value in us.items() if name not in ("ours", "floor", "norm alone")}
         over_cublas = us["ours"] / us["cublas"] if "cublas" in us else None
-        rows.append((_mode(cell), cell["m"], us["ours"] / us["floor"], over_cublas))
+        beyond = us["ours"] - us["floor"]
+        rows.append((_mode(cell), cell["m"], us["ours"] / us["floor"], over_cublas, beyond))
         if peers:
             best = min(peers, key=peers.get)
             worst.append(Worst(f"{_name(cell)}, {_mode(cell)}", round(us["ours"] / peers[best], 4), best))
@@ -211,7 +217,8 @@ def _tune(record: dict, head: Summary) -> None:
     rows = []
     for cell in sorted(kept, key=lambda cell: (cell["residual"], cell["n"] * cell["k"])):
         group = weight_group(cell["n"], cell["k"]) + ", with residual" * cell["residual"]
-        rows.append((group, cell["m"], cell["over_floor"], cell["over_baseline"]))
+        beyond = cell["us"] - cell["floor_us"]
+        rows.append((group, cell["m"], cell["over_floor"], cell["over_baseline"], beyond))
     _add_means(head, rows)
     _add_worst(head, [Worst(_name(cell), cell["over_baseline"], "baseline") for cell in kept])
     head.notes.append(f"{len(kept)} of {head.cells} measured cells kept; the others are not 5 % under the baseline")
@@ -288,10 +295,10 @@ def markdown(summaries: Sequence[Summary]) -> str:
         lines += [f"## {one.path}", "", f"`{one.command}` on {where}, {one.cells} cells.", ""]
         lines += [f"- {note}" for note in (*one.notes, *(f"FAILED {text}" for text in one.failures))]
         if one.means:
-            lines += ["", "| | M | cells | x floor | x baseline |", "|---|---|---|---|---|"]
+            lines += ["", "| | M | cells | x floor | x baseline | us beyond the floor |", "|---|---|---|---|---|---|"]
             for mean in one.means:
-                ratios = f"{_text(mean.over_floor)} | {_text(mean.over_baseline)}"
-                lines.append(f"| {mean.group} | {mean.m} | {mean.cells} | {ratios} |")
+                shown = f"{_text(mean.over_floor)} | {_text(mean.over_baseline)} | {mean.beyond_us:.2f}"
+                lines.append(f"| {mean.group} | {mean.m} | {mean.cells} | {shown} |")
         if one.worst:
             lines += ["", "| worst cells | x | against |", "|---|---|---|"]
             lines += [f"| {worst.cell} | {worst.ratio:.3f} | {worst.against} |" for worst in one.worst]
@@ -312,10 +319,10 @@ def show(console, summaries: Sequence[Summary]) -> None:
         for text in one.failures:
             console.print(f"FAILED {text}", style="bold red", highlight=False, soft_wrap=True, markup=False)
         if one.means:
-            grid = Grid("", "M", "cells", "x floor", "x baseline", title="geometric means", box=box.SIMPLE)
+            grid = Grid("", "M", "cells", "x floor", "x baseline", "us beyond", title="means by M", box=box.SIMPLE)
             for mean in one.means:
-                ratios = _text(mean.over_floor), _text(mean.over_baseline)
-                grid.add_row(mean.group, str(mean.m), str(mean.cells), *ratios)
+                shown = _text(mean.over_floor), _text(mean.over_baseline), f"{mean.beyond_us:.2f}"
+                grid.add_row(mean.group, str(mean.m), str(mean.cells), *shown)
             console.print(grid)
         if one.worst:
             grid = Grid("cell", "x", "against", title="worst cells", box=box.SIMPLE)
