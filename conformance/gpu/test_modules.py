@@ -43,7 +43,8 @@ class Kernels:
 
     def launch_all(self, cache: CompileCache) -> None:
         for unit in self.units:
-            launch(cache.get(unit), self.data.x[:1], self.data.weight, self.data.residual[:1] if unit.spec.residual else None, self.y)
+            residual = self.data.residual[:1] if unit.spec.residual else None
+            launch(cache.get(unit), self.data.x[:1], self.data.weight, residual, self.y)
 
 
 def new_cache() -> CompileCache:
