@@ -153,6 +153,7 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setattr(records, "find_gpus", lambda: ([], "a stand-in"))  # nothing of this is hardware in a record
     # They compile kernels of their own.
     _stub("conformance.gpu.late_writer", compiled_late_writer=lambda target: _write)
+    _stub("conformance.gpu.held_split_k", compiled_held=lambda arch, n, k, config: (_kernel, lambda *told: None))
     _stub("conformance.gpu.occupier", compiled_occupier=lambda target: lambda done, *rest: done.fill_(1))
 
     @contextlib.contextmanager
@@ -175,6 +176,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda *device: main,
         "memory_allocated": lambda: 0,
+        "mem_get_info": lambda: (0, 0),
         "device_count": lambda: 1,
     }.items():
         patch.setattr(torch.cuda, name, value)

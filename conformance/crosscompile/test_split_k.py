@@ -14,6 +14,7 @@ from cutlass import BFloat16, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from conformance.cases import SPLIT_K_CONFIGS, unit_id, written_units
+from conformance.gpu.held_split_k import compile_told
 from conformance.machine_code import compiled
 from lowlat_gemm.arch import SM90
 from lowlat_gemm.kernels.compiling import compile_now
@@ -117,3 +118,12 @@ def test_each_hold_point_is_in_the_test_build_and_only_there(point, arch):
         compile_now(held, f"--keep-ptx --dump-dir={folder}")
         found = next(Path(folder).glob("*.ptx")).read_text().count("globaltimer")
     assert compiled(plain).ptx.count("globaltimer") == 0 and found > 0, f"{point}: {found}"
+
+
+def test_a_build_that_is_told_has_every_hold_point(arch):
+    """What is told lies at the address that it was built for; each spin reads the global timer twice."""
+    address = 0x7F00_0000_1000
+    with tempfile.TemporaryDirectory() as folder:
+        compile_told(arch, 512, 1536, SPLIT_K_CONFIGS[0], address, f"--keep-ptx --dump-dir={folder}")
+        ptx = next(Path(folder).glob("*.ptx")).read_text()
+    assert ptx.count("globaltimer") == 2 * len(HOLD_POINTS) and str(address) in ptx

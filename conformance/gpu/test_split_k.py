@@ -8,6 +8,7 @@ import torch
 
 from conformance.cases import SPLIT_K_CONFIGS as CONFIGS
 from conformance.cases import SPLIT_K_WGMMA_CONFIGS as WGMMA_CONFIGS
+from conformance.gpu.held_split_k import compiled_held
 from conformance.gpu.late_writer import compiled_late_writer
 from conformance.harness import CanaryOutput, operands, poisoned
 from lowlat_gemm.arch import SM90
@@ -18,6 +19,19 @@ from lowlat_gemm.reference import parity
 #: N that tiles do not divide, 16-byte words do not divide; K with every kind of tail, and shorter than the ring.
 SHAPES = [(1536, 7168), (100, 1032), (17, 1024), (264, 1096), (2304, 1536)]
 HELD_LAUNCHES = 100_000
+#: Of the kernels with every hold point: each pair of split, one ring or two, row warpgroups, and token tile.
+HELD_CONFIGS = [
+    SplitKConfig(80, 64, 2, 2, k_blocks=2),
+    SplitKConfig(128, 8, 2, 4),
+    SplitKConfig(64, 64, 2, 5, token_stages=3),
+    SplitKConfig(64, 16, 4, 4),
+    SplitKConfig(40, 8, 4, 3, token_stages=2),
+    SplitKConfig(96, 64, 4, 4, token_stages=3),
+    SplitKConfig(56, 64, 8, 4),
+    SplitKConfig(128, 8, 8, 4, token_stages=3),
+]
+#: (nanoseconds, replays of ten launches). A millisecond is longer than all else that a launch waits for.
+HOLDS = [(3_000, 100), (1_000_000, 2)]
 TOKENS = (1, 7, 8, 9, 16, 24, 31, 33, 40, 48, 56, 57, 64, 65, 130)
 
 
@@ -135,6 +149,39 @@ def test_a_rank_that_is_held_back_changes_nothing(arch, point, rank):
         graph.replay()
         different += (y != expected[1]).sum()
     assert int(different) == 0, f"{point} of rank {rank}: {int(different)} elements differ"
+
+
+# By point first and as many configs as the suite has shards, so that each shard compiles one of them.
+@pytest.mark.parametrize("config", HELD_CONFIGS, ids=lambda config: ".".join(map(str, vars(config).values())))
+@pytest.mark.parametrize("point", HOLD_POINTS)
+def test_a_rank_that_is_held_back_in_other_pipelines(arch, point, config):
+    """One rank late for microseconds and for a millisecond, at one token and at many: the bits of a kernel that is not
+    held, whose config is another one of the same split."""
+    n, k = 512, 1536
+    held, hold = compiled_held(arch, n, k, config)
+    free = _kernel(arch, n, k, next(one for one in CONFIGS if one.split == config.split))
+    data = operands(n, k, "random", tokens=128)
+    for m in (1, 64):
+        inputs = [data.x[:m], data.x[64 : 64 + m]]
+        expected = [launch(free, x, data.weight) for x in inputs]
+        outputs, graph = [torch.empty_like(y) for y in expected], torch.cuda.CUDAGraph()
+        launch(held, inputs[0], data.weight, None, outputs[0])
+        with torch.cuda.graph(graph):
+            for i in range(10):
+                launch(held, inputs[i % 2], data.weight, None, outputs[i % 2])
+        for rank in sorted({0, 1, config.split - 1}):
+            for nanoseconds, replays in HOLDS:
+                hold(point, rank, nanoseconds)
+                different = torch.zeros((), dtype=torch.int64, device="cuda")
+                for _ in range(replays):
+                    for y in outputs:
+                        y.fill_(float("nan"))
+                    graph.replay()
+                    for y, want in zip(outputs, expected):
+                        different += (y != want).sum()
+                where = f"{point} of rank {rank} for {nanoseconds} ns, M = {m}, {config}"
+                assert int(different) == 0, f"{where}: {int(different)} elements differ"
+        hold(point, -1, 0)
 
 
 @pytest.mark.parametrize("n", [100, 104], ids=["elements", "words"])
