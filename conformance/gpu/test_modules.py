@@ -17,11 +17,11 @@ from lowlat_gemm.kernels.compile_cache import CompileCache
 
 N, K = 104, 1032
 MIB = 1 << 20
-ROUNDS = 3
+ROUNDS = 10
 #: Times that each kernel is asked for in a round.
 ASKED = 20
 #: Times that each kernel is loaded in a round: some 200 modules in all rounds.
-LOADED = 2
+LOADED = 1
 #: A module has tens of KiB of code, which the driver puts into blocks of 2 MiB; what comes beside is its own.
 MOST_PER_MODULE = MIB // 4
 
