@@ -51,7 +51,7 @@ MEANING = {
 }
 PROVENANCE_MEANING = {
     "measured": "this project measured the choice on the device class of the table, at least 5 % faster than cuBLAS",
-    "interpolated": "lies between two measured token counts with the same backend and config",
+    "interpolated": "lies between two measured token counts that a kernel of ours won, with the backend and config of the upper one",
     "public": "somebody else's published choice, with its source; not measured by this project",
     "inherited": "taken over from another generation's table until it is measured on this one",
 }

@@ -135,3 +135,44 @@ def test_records_name_their_commit_and_no_place_of_a_machine():
         record = json.loads(path.read_text())
         assert re.fullmatch(r"[0-9a-f]{40}", record["commit"]), f"{path}: commit {record['commit']}"
         assert not re.search(r"(^|\s)/", record["command"]), f"{path}: {record['command']}"
+
+
+def test_the_model_that_the_docs_tune():
+    record = said_of("h200-tune-mymodel.json")
+    seconds, cells = re.search(r"took (\d+) s, and all (\d+) cells won", (ROOT / "docs/tuning.md").read_text()).groups()
+    assert (int(seconds), int(cells)) == (round(record["seconds"]), len(record["cells"])) and record["excluded"] == []
+    assert all(cell["winner"] for cell in record["cells"])
+    command = record["command"].removeprefix("lowlat tune ")
+    assert command in re.sub(r" --journal \S+", "", (ROOT / "docs/tuning.md").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_lies_between_two_token_counts_that_were_won_is_served(family):
+    rows: dict = {}
+    for cell in report.join_tuned(map(report.read_record, TUNED[family]))["cells"]:
+        rows.setdefault((cell["n"], cell["k"], cell["residual"]), {})[cell["m"]] = cell["winner"]
+    served: dict = {}
+    for case in table_cases(SM90):
+        if case.family == family:
+            served.setdefault((case.n, case.k, case.residual), set()).add(case.m)
+    for key, won in rows.items():
+        tokens = sorted(won)
+        between = {m for low, high in zip(tokens, tokens[1:]) if won[low] and won[high] for m in range(low, high + 1)}
+        assert between <= served[key], f"{family} {key}: no cell at M = {sorted(between - served[key])}"
+
+
+def test_what_the_docs_say_is_left_above_the_floor():
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    head, table = re.search(r"^\| us beyond the floor \| (.+) \|\n\|[-|]+\|\n((?:\|.+\|\n)+)", text, re.MULTILINE).groups()
+    tokens = [int(word.removeprefix("M = ")) for word in head.split(" | ")]
+    joined = report.join_tuned(map(report.read_record, TUNED["kimi_k3"]))
+    found = {(mean.group, mean.m): mean.beyond_us for mean in report.summarise_record("kimi_k3", joined).means}
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    assert [name for name, *_ in rows] == list(dict.fromkeys(group for group, _ in found if "residual" not in group))
+    for name, *said in rows:
+        assert said == [f"{found[name, m]:.2f}" for m in tokens], name
+    cells = {(cell["n"], cell["k"], cell["m"]): cell for cell in joined["cells"] if not cell["residual"]}
+    said = re.search(r"(\d+)x(\d+), the smallest of its class, is at ([\d.]+) x floor at M = 64\s+with\s+([\d.]+) us, (\d+)x(\d+) at ([\d.]+) with ([\d.]+)", text)
+    for n, k, over, beyond in (said.groups()[:4], said.groups()[4:]):
+        cell = cells[int(n), int(k), 64]
+        assert (over, beyond) == (f"{cell['over_floor']:.3f}", f"{cell['us'] - cell['floor_us']:.2f}"), (n, k)

@@ -177,7 +177,7 @@ MUTATIONS = {
     "interpolated across configs": (
         '{m = "3..4", backend = "fused_a", ',
         '{m = 3, backend = "skinny", block_size = 32, outputs_per_block = 1, k_unroll = 1, vector_width = 8, ',
-        [SECOND, "cell m=3", "provenance", "m=2 below", "same"],
+        [SECOND, "cell m=3", "provenance", "m=5 above", "those of the measured cell above"],
     ),
     "interpolated next to public": ('m = 5, backend = "fused_a", provenance = "measured", time_us = 2.0, baseline_us = 2.1, device = "NVIDIA B300", date = 2026-11-29, versions = {driver = "580.2"}', 'm = 5, backend = "fused_a"', [SECOND, "cell m=3", "no measured cell above"]),
     "interpolated with a time": ('provenance = "interpolated"', 'provenance = "interpolated", time_us = 2.0', [SECOND, "cell m=3..4", "unknown key 'time_us'"]),

@@ -37,9 +37,10 @@ def test_a_new_table(path):
     table = write_table(path, HEAD, [row({1: A, 4: A, 8: B}), row({1: B}, residual=True)], SESSION)
     assert load_table_file(path) == table and (table.family, table.arch, table.device.memory) == ("toy", "sm90", "HBM3e")
     spec = table.projections[1536, 7168]
-    assert sorted(spec.cells) == [1, 2, 3, 4, 8] and sorted(spec.residual_cells) == [1]
+    assert sorted(spec.cells) == [1, 2, 3, 4, 5, 6, 7, 8] and sorted(spec.residual_cells) == [1]
     kinds = {m: cell.provenance.kind for m, cell in spec.cells.items()}
-    assert kinds == {1: "measured", 2: "interpolated", 3: "interpolated", 4: "measured", 8: "measured"}
+    assert kinds == {m: "measured" if m in (1, 4, 8) else "interpolated" for m in range(1, 9)}
+    assert [dict(spec.cells[m].config) for m in (2, 3, 5, 7)] == [A.mapping()] * 2 + [B.mapping()] * 2
     provenance = spec.cells[8].provenance
     assert (provenance.time_us, provenance.baseline_us, provenance.date) == (5.5, 10.0, "2026-12-01")
     assert provenance.device == "NVIDIA H200" and dict(provenance.versions) == SESSION.versions
@@ -89,7 +90,8 @@ def test_tuning_again(path):
     assert path.read_text() == one, "the same result wrote another file"
     later = Session("NVIDIA H200", SESSION.date, {"torch": "2.14.0"}, "n")
     table = write_table(path, HEAD, [row({4: B})], later)
-    assert sorted(table.projections[1536, 7168].cells) == [1, 4], "interpolated cells outlived one of their ends"
+    cells = table.projections[1536, 7168].cells
+    assert [dict(cells[m].config) for m in (1, 2, 3, 4)] == [A.mapping(), *[B.mapping()] * 3], "not those of the cell above"
     assert [dict(source.versions)["torch"] for source in table.sources.values()] == ["2.13.0", "2.14.0"]
     table = write_table(path, HEAD, [row({1: B, 4: B}), row({1: B}, n=64, k=128)], later)
     assert [dict(source.versions)["torch"] for source in table.sources.values()] == ["2.14.0"], "an unused source stayed"

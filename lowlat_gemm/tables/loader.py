@@ -325,13 +325,14 @@ def _tokens(m: Any) -> range | None:
 
 
 def _check_interpolated(where: Where, m: int, cells: Mapping[int, Cell]) -> None:
-    """The measured cells next to ``m`` on both sides are there and have its backend and config."""
+    """The measured cells next to ``m`` on both sides are there, and the one above has its backend and config."""
     measured = [other for other, cell in cells.items() if cell.provenance.kind == "measured"]
     ends = max((o for o in measured if o < m), default=None), min((o for o in measured if o > m), default=None)
     for side, end in zip(("below", "above"), ends):
         if end is None:
             found = f"'interpolated' with no measured cell {side}"
             raise where.error("provenance", found, "a measured cell on both sides")
-        if (cells[end].backend, cells[end].config) != (cells[m].backend, cells[m].config):
-            found = f"'interpolated' with another backend or config than the measured cell m={end} {side}"
-            raise where.error("provenance", found, "the same as on both sides")
+    above = cells[ends[1]]
+    if (above.backend, above.config) != (cells[m].backend, cells[m].config):
+        found = f"'interpolated' with another backend or config than the measured cell m={ends[1]} above"
+        raise where.error("provenance", found, "those of the measured cell above")

@@ -130,11 +130,11 @@ def _pick(us: Mapping[Candidate, tuple[float, float]]) -> Candidate:
 
 
 def interpolated(chosen: Mapping[int, Candidate], measured: Iterable[int]) -> dict[int, Candidate]:
-    """M that nobody measured between two neighbours that were and have one winner. ``measured``: every M that was
-    timed: one without a winner is a gap that stays."""
+    """M that nobody measured between two neighbours that were and have winners: with that of the upper one, which has shown
+    what it takes at more tokens. ``measured``: every M that was timed: one without a winner is a gap that stays."""
     ordered = sorted(measured)
     found = {}
     for low, high in zip(ordered, ordered[1:]):
-        if low in chosen and chosen[low] == chosen.get(high):
-            found |= dict.fromkeys(range(low + 1, high), chosen[low])
+        if low in chosen and high in chosen:
+            found |= dict.fromkeys(range(low + 1, high), chosen[high])
     return found

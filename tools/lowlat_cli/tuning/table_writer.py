@@ -138,18 +138,18 @@ def _expanded(items: Iterable[Mapping], defaults: Mapping) -> dict[int, dict[str
 
 
 def _with_sound_ends(cells: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Without interpolated cells whose measured neighbours are gone or have another config now."""
+    """Interpolated cells with the config that their measured neighbour above has now; without those that lack a neighbour."""
     measured = {m: cell for m, cell in cells.items() if "time_us" in cell}
-
-    def config(cell: Mapping) -> dict:
-        keys = CONFIG_KEYS[cell["backend"]]
-        return {key: cell[key] for key in ("backend", *keys.names) if key in cell}
-
-    def sound(m: int) -> bool:
-        low, high = max((o for o in measured if o < m), default=None), min((o for o in measured if o > m), default=None)
-        return None not in (low, high) and config(cells[m]) == config(cells[low]) == config(cells[high])
-
-    return {m: cell for m, cell in sorted(cells.items()) if cell.get("provenance") != "interpolated" or sound(m)}
+    found = {}
+    for m, cell in sorted(cells.items()):
+        if cell.get("provenance") == "interpolated":
+            above = min((other for other in measured if other > m), default=None)
+            if above is None or not any(other < m for other in measured):
+                continue
+            config = {key: measured[above][key] for key in CONFIG_KEYS[measured[above]["backend"]].names if key in measured[above]}
+            cell = {"backend": measured[above]["backend"], **config, "provenance": "interpolated"}
+        found[m] = cell
+    return found
 
 
 def _drop_unused_sources(text: TableText, defaults: Mapping) -> None:
