@@ -260,6 +260,11 @@ def written_units(arch: Arch) -> list[CompileUnit]:
     return list(dict.fromkeys(unit for unit in units if not is_foreign(unit)))
 
 
+def written_split_k_units(arch: Arch) -> list[CompileUnit]:
+    """split_k's part of ``written_units``."""
+    return [unit for unit in written_units(arch) if unit.kernel == split_k.NAME]
+
+
 def unit_cases(arch: Arch) -> list[Case]:
     """One case a compile unit, the first: for what depends on the code and not on the shape."""
     by_unit: dict[CompileUnit | None, Case] = {}

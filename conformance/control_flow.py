@@ -6,6 +6,7 @@ A be reached from the entry when B's instructions end every path?
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,14 +25,18 @@ class Instruction:
     text: str
     guard: str | None = None
 
-    @property
+    @functools.cached_property
     def opcode(self) -> str:
         """ "LDG.E.128", "tcgen05.ld.sync.aligned.16x256b.x1.b32"."""
         return self.text.split(maxsplit=1)[0]
 
     def is_a(self, *names: str) -> bool:
         """Whether the opcode is one of ``names``, or one of them with modifiers."""
-        return any(self.opcode == name or self.opcode.startswith(name + ".") for name in names)
+        opcode = self.opcode
+        for name in names:
+            if opcode.startswith(name) and (len(opcode) == len(name) or opcode[len(name)] == "."):
+                return True
+        return False
 
 
 class Program:

@@ -162,8 +162,9 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``case``: each cell of --arch that has a kernel; for a test marked ``one_case_per_unit``, one a unit.
 
-    ``table_case``: each cell; ``written_unit``: each compile unit of every kernel that is written; ``unit``: skinny's
-    compile units; ``lm_head``: each kernel on large language-model heads.
+    ``table_case``: each cell; ``written_unit``: each compile unit of every kernel that is written; ``skinny_unit``,
+    ``split_k_unit``, ``fused_a_unit``, ``kda_unit``: those of one kernel; ``lm_head``: each kernel on large
+    language-model heads.
     """
     from conformance import cases, standing
 
@@ -178,7 +179,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "case": per_unit if marks else cases.kernel_cases,
         "table_case": cases.table_cases,
         "written_unit": cases.written_units,
-        "unit": cases.skinny_units,
+        "skinny_unit": cases.skinny_units,
+        "split_k_unit": cases.written_split_k_units,
+        "fused_a_unit": cases.fused_a_units,
+        "kda_unit": cases.kda_units,
         "lm_head": standing.lm_head_cases,
     }
     name = metafunc.config.getoption("--arch")

@@ -1,20 +1,23 @@
 """Test shards for pytest, such that together they run every test once.
 
 A suite may be cut over machines (LOWLAT_SHARD=i/n, from 0) and again by Bazel on each (shard_count). Each shard
-collects everything and keeps its part. A shard may come out empty; a collection that is empty before the parts are
-taken stays pytest's error. What was collected, as a digest, and what this shard kept is in its record (records.py), so
-that ``hw_matrix merge`` can tell a complete run from one that lost something.
+collects everything and keeps its part. The tests of one compile unit go to one shard, whose process compiles it once
+for all of them. A shard may come out empty; a collection that is empty before the parts are taken stays pytest's error.
+What was collected, as a digest, and what this shard kept is in its record (records.py), so that ``hw_matrix merge`` can
+tell a complete run from one that lost something.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from lowlat_gemm.kernels.compile_cache import CompileUnit
 
 #: What the session collected before filters and shards: node ids, sorted.
 COLLECTED = pytest.StashKey[list]()
@@ -33,9 +36,20 @@ class Shard:
             raise ValueError(f"shard index {self.index} is not in 0..{self.total - 1}")
 
 
-def shard_of(nodeids: Iterable[str], shard: Shard) -> list[str]:
-    """The node ids that ``shard`` runs. The same in every shard, whatever order it collected in."""
-    return sorted(nodeids)[shard.index :: shard.total]
+def shard_of(nodeids: Iterable[str], shard: Shard, group: Callable[[str], str] = str) -> list[str]:
+    """The node ids that ``shard`` runs. The same in every shard, whatever order it collected in.
+
+    Those of one ``group`` stay together; by default each is its own.
+    """
+    nodeids = sorted(nodeids)
+    mine = set(sorted(set(map(group, nodeids)))[shard.index :: shard.total])
+    return [nodeid for nodeid in nodeids if group(nodeid) in mine]
+
+
+def group_of(item: pytest.Item) -> str:
+    """The compile unit that a test is about, else the test itself."""
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return next((repr(value) for value in params if isinstance(value, CompileUnit)), item.nodeid)
 
 
 def shard_from(environ: dict[str, str]) -> Shard:
@@ -72,7 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if status := os.environ.get("TEST_SHARD_STATUS_FILE"):
         Path(status).touch()  # tells Bazel that this runner knows about shards
     if shard.total > 1:
-        mine = set(shard_of((item.nodeid for item in items), shard))
+        groups = {item.nodeid: group_of(item) for item in items}
+        mine = set(shard_of(groups, shard, groups.__getitem__))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
         items[:] = [item for item in items if item.nodeid in mine]
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from conformance.cases import unit_id, written_units
+from conformance.cases import unit_id, written_split_k_units
 from conformance.model.parts import Size
 from conformance.model.pipeline import check
 from lowlat_cli.record import Status
@@ -30,7 +30,7 @@ def in_small(arch, config: split_k.SplitKConfig) -> Size:
 
 def test_every_order_in_small_ends_well(arch, unit_result):
     walked = functools.lru_cache(maxsize=None)(check)
-    units = [unit for unit in written_units(arch) if unit.kernel == split_k.NAME]
+    units = written_split_k_units(arch)
     assert units
     for unit in units:
         size = in_small(arch, unit.spec.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,37 @@ def test_shards_are_a_partition(nodeids: set[str], total: int, rng: random.Rando
     assert digest(shuffled) == digest(sorted(nodeids))
     assert sorted(nodeid for shard in shards for nodeid in shard) == sorted(nodeids)
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_the_tests_of_one_unit_stay_together():
+    nodeids = [f"{name}[{unit}]" for name in ("contract", "registers", "loads") for unit in "abcde"] + ["alone"]
+    shards = [shard_of(nodeids, Shard(index, 3), lambda nodeid: nodeid[-2:]) for index in range(3)]
+    assert sorted(nodeid for shard in shards for nodeid in shard) == sorted(nodeids)
+    units = [{nodeid[-2:] for nodeid in shard} for shard in shards]
+    assert list(map(len, units)) == [2, 2, 2] and not units[0] & units[1] | units[0] & units[2] | units[1] & units[2]
+
+
+UNITS = """
+import pytest
+from lowlat_gemm.kernels.compile_cache import CompileUnit
+
+UNITS = pytest.mark.parametrize("some_unit", [CompileUnit("kernel", "sm_90a", i) for i in range(5)], ids=str)
+
+@UNITS
+def test_first(some_unit): pass
+
+@UNITS
+@pytest.mark.parametrize("other", [1, 2])
+def test_second(some_unit, other): pass
+"""
+
+
+def test_a_shard_has_all_tests_of_its_compile_units(tmp_path):
+    """Each process compiles for itself: a unit in two shards would be compiled twice."""
+    result = run(tmp_path, UNITS, "-vv", TEST_TOTAL_SHARDS="2", TEST_SHARD_INDEX="0")
+    assert result.returncode == 0, result.stdout + result.stderr
+    ran = re.findall(r"::test_\w+\[.*spec=(\d)\).* PASSED", result.stdout)
+    assert sorted(ran) == ["0"] * 3 + ["2"] * 3 + ["4"] * 3, result.stdout
 
 
 @pytest.mark.parametrize("index", [-1, 3, 4])

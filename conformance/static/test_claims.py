@@ -172,7 +172,7 @@ def test_what_the_docs_say_is_left_above_the_floor():
     for name, *said in rows:
         assert said == [f"{found[name, m]:.2f}" for m in tokens], name
     cells = {(cell["n"], cell["k"], cell["m"]): cell for cell in joined["cells"] if not cell["residual"]}
-    said = re.search(r"(\d+)x(\d+), the smallest of its class, is at ([\d.]+) x floor at M = 64\s+with\s+([\d.]+) us, (\d+)x(\d+) at ([\d.]+) with ([\d.]+)", text)
+    said = re.search(r"(\d+)x(\d+), the smallest of its class, is at ([\d.]+) x floor at M = 64\s+with\s+([\d.]+) us, (\d+)x(\d+) at ([\d.]+) with ([\d.]+\d)", text)
     for n, k, over, beyond in (said.groups()[:4], said.groups()[4:]):
         cell = cells[int(n), int(k), 64]
         assert (over, beyond) == (f"{cell['over_floor']:.3f}", f"{cell['us'] - cell['floor_us']:.2f}"), (n, k)
