@@ -176,3 +176,15 @@ def test_what_the_docs_say_is_left_above_the_floor():
     for n, k, over, beyond in (said.groups()[:4], said.groups()[4:]):
         cell = cells[int(n), int(k), 64]
         assert (over, beyond) == (f"{cell['over_floor']:.3f}", f"{cell['us'] - cell['floor_us']:.2f}"), (n, k)
+
+
+def test_what_the_docs_say_of_glm():
+    """From which token counts on its table is split_k's: what a ``Projection`` can ask for by name."""
+    cells = [case for case in table_cases(SM90) if case.family == "glm_5_3_flash"]
+    late = [str(case) for case in cells if case.m > 16 and case.k > 128 and case.cell.backend != "split_k"]
+    names = {(s.n, s.k): s.name for tp in (4, 8) for s in projection_shapes("glm_5_3_flash", tp)}
+    early = [
+        str(case) for case in cells
+        if case.m > 8 and names[case.n, case.k].startswith(("dsa_", "mtp_")) and case.cell.backend != "split_k"
+    ]  # fmt: skip
+    assert cells and late == early == []
