@@ -176,7 +176,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda *device: main,
         "memory_allocated": lambda: 0,
-        "mem_get_info": lambda: (0, 0),
         "device_count": lambda: 1,
     }.items():
         patch.setattr(torch.cuda, name, value)

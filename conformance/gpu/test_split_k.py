@@ -151,7 +151,7 @@ def test_a_rank_that_is_held_back_changes_nothing(arch, point, rank):
     assert int(different) == 0, f"{point} of rank {rank}: {int(different)} elements differ"
 
 
-# By point first and as many configs as the suite has shards, so that each shard compiles one of them.
+# By point first: tests go round the shards, and so each shard compiles few of the configs.
 @pytest.mark.parametrize("config", HELD_CONFIGS, ids=lambda config: ".".join(map(str, vars(config).values())))
 @pytest.mark.parametrize("point", HOLD_POINTS)
 def test_a_rank_that_is_held_back_in_other_pipelines(arch, point, config):
