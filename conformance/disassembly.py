@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _HEADER, _SYMBOL = struct.Struct("<IIQQQQIIQQ"), struct.Struct("<IBBHQQ")
+_ELF_HEADER = 64
 _PROGBITS, _SYMTAB, _STRTAB, _NOBITS = 1, 2, 3, 8
 _GLOBAL_FUNCTION, _CUDA_ENTRY = 0x12, 0x10
 
@@ -47,19 +48,24 @@ def disassembled(cubin: Path) -> str:
 
 def disassembled_together(cubins: Sequence[Path]) -> list[str | None]:
     """The code of each; None where it has to be shown alone: jump tables, relocations, or one that nvdisasm refuses."""
-    found = [_code_of(path.read_bytes()) for path in cubins]
-    fit = [(i, code) for i, code in enumerate(found) if code is not None]
+    images = [path.read_bytes() for path in cubins]
+    found = [_code_of(image) for image in images]
     texts: list[str | None] = [None] * len(cubins)
-    if not fit:
+    if not any(found):
         return texts
+    header = next(image[:_ELF_HEADER] for image, code in zip(images, found) if code is not None)
+    # nvdisasm reads all code as that of the generation that the header's flags name.
+    fit = [(i, code) for i, code in enumerate(found) if code is not None and _flags(images[i]) == _flags(header)]
     with tempfile.TemporaryDirectory() as folder:
         image = Path(folder) / "together.cubin"
-        image.write_bytes(_image(cubins[fit[0][0]].read_bytes()[:64], [code for _, code in fit]))
+        image.write_bytes(_image(header, [code for _, code in fit]))
         try:
             text = run("nvdisasm", "-c", "-ndf", str(image))
         except ValueError:
             return texts
     parts = re.split(r"^//-+ \.text\.k(\d+) +-+$", text, flags=re.MULTILINE)
+    if sorted(map(int, parts[1::2])) != list(range(len(fit))):
+        return texts  # else the code of a kernel could be taken for that of the one before
     for number, part in zip(parts[1::2], parts[2::2]):
         if not _has_jump_table(part):
             texts[fit[int(number)][0]] = part
@@ -71,8 +77,20 @@ def _has_jump_table(text: str) -> bool:
     return re.search(r"\b(?:BRX|JMX)", text) is not None
 
 
+def _flags(image: bytes) -> bytes:
+    return image[0x30:0x34]
+
+
 def _code_of(cubin: bytes) -> tuple[int, bytes] | None:
-    """The info word and the bytes of the only code section; None with several, or with relocations in it."""
+    """The info word and the bytes of the only code section; None with several, with relocations in it, or in a file that
+    is none."""
+    try:
+        return _only_code_of(cubin)
+    except (struct.error, ValueError, IndexError):
+        return None  # nvdisasm says what is wrong with it, to the test of its kernel
+
+
+def _only_code_of(cubin: bytes) -> tuple[int, bytes] | None:
     (start,), (count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HH", cubin, 0x3C)
     headers = [_HEADER.unpack_from(cubin, start + _HEADER.size * i) for i in range(count)]
     strings = cubin[headers[names][4] :]

@@ -66,7 +66,7 @@ def compiled(unit: CompileUnit) -> Compiled:
         _make_together([unit, *(one for one in behind if one not in _made)][:TOGETHER])
     made = _made[unit]
     if isinstance(made, Exception):
-        raise made
+        raise made.with_traceback(None)  # raised again for each test of the unit: no pile of frames
     return made
 
 

@@ -99,10 +99,12 @@ def merge(
     shards: Annotated[list[Path], typer.Argument(help="Shard records: files, folders, Bazel's outputs.zip.")],
     arch: Annotated[str, typer.Option(help="GPU generation: sm90, sm100, sm103 or sm107.")],
     without_gpu: Annotated[bool, typer.Option("--without-gpu", help="The cross-compile suite alone.")] = False,
+    red: Annotated[bool, typer.Option("--red", help="Keep a run with failed tests: they are in its record.")] = False,
     records: RecordsOption = None,
 ) -> None:
     """Joins the records of a suite's shards into the records folder. Exit code 1, and nothing written, unless all
-    shards are there, every test passed, and every cell of the generation's tables ran on its kernel."""
+    shards are there, every test passed, and every cell of the generation's tables ran on its kernel. With --red failed
+    tests do not keep it from being written, and the exit code is 1 all the same."""
     generation = parse_arch(arch)
     paths = [_users(path) for path in shards]
     for path in paths:
@@ -110,16 +112,20 @@ def merge(
             raise ValueError(f"{path} is not there")
     try:
         found, sources = merging.find_shards(paths), root() / "conformance"
-        made = merging.merge(found, load_runners(), generation, sources, with_gpu=not without_gpu)
+        made = merging.merge(found, load_runners(), generation, sources, with_gpu=not without_gpu, red=red)
     except merging.MergeError as error:
         for problem in error.problems:
-            ERR.print(f"not merged: {problem}", highlight=False, soft_wrap=True)
+            ERR.print(f"not merged: {problem}", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(1)
     for record in made:
         path = _records(records) / arch / merging.file_name(record)
         write_record(record, path)
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in record["outcomes"].items())
         OUT.print(f"{path}: {record['shards']} shards, {outcomes}", highlight=False, soft_wrap=True)
+    failed = [problem for record in made for problem in merging.test_problems(record)]
+    for problem in failed:
+        ERR.print(f"red: {problem}", highlight=False, soft_wrap=True, markup=False)
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.cases import Case, table_cases
+from lowlat_cli.report import kind_of
 from lowlat_gemm.arch import ARCHES, Arch
 
 from .runners import Runner
@@ -51,7 +52,7 @@ MEANING = {
 }
 PROVENANCE_MEANING = {
     "measured": "this project measured the choice on the device class of the table, at least 5 % faster than cuBLAS",
-    "interpolated": "lies between two measured token counts that a kernel of ours won, with the backend and config of the upper one",
+    "interpolated": "lies between two measured token counts that kernels of ours won, with the backend and config of the upper one",
     "public": "somebody else's published choice, with its source; not measured by this project",
     "inherited": "taken over from another generation's table until it is measured on this one",
 }
@@ -83,9 +84,8 @@ class Record:
 
     @property
     def series(self) -> tuple[str, str | None]:
-        """What it is a record of: only those of one series cover the same cells and can be compared."""
-        words = self.data["command"].split()
-        return self.data.get("kind") or " ".join(words[1:2]), self.data.get("suite")
+        """What it is a record of: only those of one series can be compared, as far as they have cells in common."""
+        return kind_of(self.data), self.data.get("suite")
 
     @property
     def gpu(self) -> str | None:

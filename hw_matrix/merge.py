@@ -1,9 +1,9 @@
 """Joins the records of a suite's shards into one, or says what is missing: nothing is lost quietly.
 
 Refused are: a missing or double shard, shards that collected different tests or did not run what they collected, a
-suite of which the repository has more test files than ran,
-another GPU, driver or compiler than ``runners.toml`` names, several commits, a tree with local changes, a test that
-failed, and a cell of the generation's tables that did not run on its kernel.
+suite of which the repository has more test files than ran, another GPU, driver or compiler than ``runners.toml`` names,
+several commits, a tree with local changes, a test that failed, and a cell of the generation's tables that did not run on
+its kernel. A run with failed tests can be kept as what it is, a red one: with every cell in it, and those tests by name.
 """
 
 from __future__ import annotations
@@ -154,12 +154,18 @@ def joined(shards: Sequence[Record]) -> dict:
 
 
 def merge(
-    shards: Sequence[Record], runners: Mapping[str, Runner], arch: Arch, sources: Path, *, with_gpu: bool = True
+    shards: Sequence[Record],
+    runners: Mapping[str, Runner],
+    arch: Arch,
+    sources: Path,
+    *,
+    with_gpu: bool = True,
+    red: bool = False,
 ) -> list[dict]:
     """The joined records of a generation: that of its GPU suite, and that of its cross-compile suite where it is among
     the shards (without ``with_gpu`` that alone). Every other suite in there must be whole and right as well: of each
-    test file that ``sources``, the folder ``conformance``, has for it some test ran. Raises MergeError with everything
-    that is wrong."""
+    test file that ``sources``, the folder ``conformance``, has for it some test ran. ``red``: tests that did not pass are
+    left to the record, which names them. Raises MergeError with everything that is wrong."""
     by_suite: dict[str, list[Record]] = {}
     for shard in shards:
         by_suite.setdefault(shard.data["suite"], []).append(shard)
@@ -172,7 +178,7 @@ def merge(
         found = shard_problems(members) or file_problems(members, sources / suite.removesuffix(f"_{arch}"))
         if not found:
             record = joined(members)
-            found = _test_problems(record)
+            found = [] if red else test_problems(record)
             if suite in suites:
                 found += machine_problems(members, runners[arch.name], on_gpu=suite.startswith("gpu"))
                 found += _cells_without_proof(arch, record, runners[arch.name], suites[suite])
@@ -188,7 +194,8 @@ HARDWARE_ENOUGH = (Proof.HARDWARE, Proof.WAIVED)
 COMPILED_ENOUGH = (Proof.COMPILED, Proof.MODEL)
 
 
-def _test_problems(record: dict) -> list[str]:
+def test_problems(record: dict) -> list[str]:
+    """The tests of a joined record that did not pass, in one line."""
     allowed = ("passed", "waived") if record["machine"]["gpu"] else ("passed", "waived", "skipped")
     failed = [test["id"] for test in record["tests"] if test["outcome"] not in allowed]
     return [f"{len(failed)} tests did not pass: {_some(failed)}"] if failed else []

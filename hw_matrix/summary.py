@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from .runners import Runner, load_runners
 FLOOR, OURS, CUBLAS = "floor", "ours", "cublas"
 #: A change of a time below this is the spread of two runs.
 NOISE = 0.03
+#: Cells that two records must both have timed to be compared.
+IN_COMMON = 10
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,9 @@ def summarize(folder: Path = RECORDS, runners: Mapping[str, Runner] | None = Non
     for arch in ARCHES:
         own = records[arch.name]
         states = cell_states(arch, own, runners[arch.name])
-        made.append(
-            Generation(
-                arch, runners[arch.name], tuple(states), tuple(own), tuple(newest_times(own)), tuple(changes(own))
-            )
-        )
+        shapes = {(state.case.n, state.case.k) for state in states}
+        times = tuple(times for times in newest_times(own) if (times.n, times.k) in shapes)
+        made.append(Generation(arch, runners[arch.name], tuple(states), tuple(own), times, tuple(changes(own))))
     return Summary(tuple(made), records)
 
 
@@ -151,16 +152,20 @@ def newest_times(records: Iterable[Record]) -> list[Times]:
 
 
 def changes(records: Sequence[Record]) -> list[str]:
-    """What the newest record of each series says otherwise than the one before, in sentences; ``records``: oldest
-    first."""
+    """What the newest record of each series says otherwise than the one before, in sentences; of times the newest that has
+    one before it that timed enough of its cells. ``records``: oldest first."""
     verdicts = [record for record in records if record.has_verdicts and record.gpu]
-    timed = [record for record in records if times_of(record)]
     found = []
-    for kind, say in ((verdicts, _changed_verdicts), (timed, _changed_times)):
-        for series in dict.fromkeys(record.series for record in kind):
-            last_two = [record for record in kind if record.series == series][-2:]
-            if len(last_two) == 2:
-                found += say(*last_two)
+    for series in dict.fromkeys(record.series for record in verdicts):
+        last_two = [record for record in verdicts if record.series == series][-2:]
+        if len(last_two) == 2:
+            found += _changed_verdicts(*last_two)
+    timed = [record for record in records if times_of(record)]
+    for series in dict.fromkeys(record.series for record in timed):
+        newest_first = [record for record in reversed(timed) if record.series == series]
+        pairs = itertools.combinations(newest_first, 2)  # the newest with each before it, then the next one
+        comparable = ((b, a) for a, b in pairs if len(_over_cublas(a).keys() & _over_cublas(b).keys()) >= IN_COMMON)
+        found += [_changed_times(before, after) for before, after in itertools.islice(comparable, 1)]
     return found
 
 
@@ -189,15 +194,16 @@ def _changed_verdicts(before: Record, after: Record) -> list[str]:
     return [f"{before.name} to {after.name}: {'; '.join(said) or 'the same verdicts'}"]
 
 
-def _changed_times(before: Record, after: Record) -> list[str]:
-    old, new = ({(t.n, t.k, t.m): t for t in times_of(record) if t.over_cublas is not None} for record in (before, after))
-    both = sorted(old.keys() & new.keys())
-    if not both:
-        return [f"{before.name} to {after.name}: no cell of ours was timed in both"]
-    # Over cuBLAS in its own run: clocks and the latency of a launch differ between two sessions, and the floor, which
-    # does next to nothing, feels the latter most.
-    ratios = {key: new[key].over_cublas / old[key].over_cublas for key in both}
+def _over_cublas(record: Record) -> dict[tuple[int, int, int], float]:
+    """Ours over cuBLAS in its own run: clocks and the latency of a launch differ between two sessions, and the floor, which
+    does next to nothing, feels the latter most."""
+    return {(t.n, t.k, t.m): t.over_cublas for t in times_of(record) if t.over_cublas is not None}
+
+
+def _changed_times(before: Record, after: Record) -> str:
+    old, new = _over_cublas(before), _over_cublas(after)
+    ratios = {key: new[key] / old[key] for key in old.keys() & new.keys()}
     mean = statistics.geometric_mean(ratios.values())
     slower, faster = sum(r > 1 + NOISE for r in ratios.values()), sum(r < 1 - NOISE for r in ratios.values())
-    text = f"ours over cuBLAS changed by {100 * (mean - 1):+.1f} % over {len(both)} cells"
-    return [f"{before.name} to {after.name}: {text}; {faster} faster, {slower} slower by more than {100 * NOISE:.0f} %"]
+    text = f"ours over cuBLAS changed by {100 * (mean - 1):+.1f} % over {len(ratios)} cells"
+    return f"{before.name} to {after.name}: {text}; {faster} faster, {slower} slower by more than {100 * NOISE:.0f} %"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from conformance import machine_code
+from conformance import disassembly, machine_code
 from conformance.cases import fused_a_units, skinny_units
 from conformance.control_flow import parse_sass
 from conformance.disassembly import _code_of, disassembled, disassembled_together
@@ -76,3 +76,25 @@ def test_one_that_cannot_be_shown_fails_alone(monkeypatch):
     assert "ACQBULK" in machine_code.compiled(good).code.sass
     with pytest.raises(ValueError, match="nvdisasm"):
         machine_code.compiled(bad)
+
+
+def test_what_is_no_cubin_or_of_another_generation_is_shown_alone(tmp_path):
+    cubins = []
+    for i, unit in enumerate((skinny_units(SM90)[0], skinny_units(SM100)[0], skinny_units(SM90)[1])):
+        (tmp_path / str(i)).mkdir()
+        cubins.append(machine_code._compile_into(tmp_path / str(i), unit)[0])
+    cut = tmp_path / "cut.cubin"
+    cut.write_bytes(cubins[0].read_bytes()[:100])
+    texts = disassembled_together([cut, *cubins])
+    assert [text is None for text in texts] == [True, False, True, False]
+
+
+def test_a_part_that_is_not_found_costs_all_of_them(tmp_path, monkeypatch):
+    """Its code would be taken for the end of the kernel's before it."""
+    cubins = []
+    for i, unit in enumerate(skinny_units(SM90)[:2]):
+        (tmp_path / str(i)).mkdir()
+        cubins.append(machine_code._compile_into(tmp_path / str(i), unit)[0])
+    run = disassembly.run
+    monkeypatch.setattr(disassembly, "run", lambda *arguments: run(*arguments).replace(".text.k1 ", ".text.other "))
+    assert disassembled_together(cubins) == [None, None]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
 from conformance import sanitize
 from conformance.cases import table_cases
+from hw_matrix.coverage import Record, cell_states
+from hw_matrix.runners import load_runners
 from lowlat_cli import report
 from lowlat_gemm.arch import ARCHES, SM90
 from lowlat_gemm.kernels.registry import backend
@@ -97,7 +100,8 @@ def test_the_means_of_the_readme_are_those_of_the_records(family):
         means = {mean.m: mean for mean in together.means if mean.group == name}
         assert int(shapes) == max(mean.cells for mean in means.values()), name
         for m, said in zip(tokens, ratios, strict=True):
-            want = f"{means[m].over_floor:.3f} / {means[m].over_baseline:.3f}"
+            lost = f" ({means[m].cells})" if means[m].cells < int(shapes) else ""
+            want = f"{means[m].over_floor:.3f} / {means[m].over_baseline:.3f}{lost}"
             assert said == want, f"{family}, {name}, M = {m}: the README says {said}, the records {want}"
 
 
@@ -105,7 +109,11 @@ def test_what_the_readme_says_of_layers_hosts_and_starts():
     layers = {cell["m"]: cell for cell in said_of("h200-layers-tp8.json")["cells"]}
     assert sorted(layers) == list(range(1, 65))
     said = re.search(r"takes ([\d.]+) of the time at M = 1, ([\d.]+) at M = 16 and ([\d.]+) at M = 64", README).groups()
-    assert list(said) == [f"{layers[m]['with_over_without']:.3f}" for m in (1, 16, 64)]
+    ratios = {m: cell["with_over_without"] for m, cell in layers.items()}
+    assert list(said) == [f"{ratios[m]:.3f}" for m in (1, 16, 64)]
+    mean, worst, where = re.search(r"mean over 1 to 64 ([\d.]+), worst ([\d.]+) at M = (\d+)", README).groups()
+    assert mean == f"{statistics.geometric_mean(ratios.values()):.3f}"
+    assert (worst, int(where)) == (f"{max(ratios.values()):.3f}", max(ratios, key=ratios.get))
     host = said_of("h200-host-tp8.json")["medians"]["module_over_module"]
     assert re.search(r"costs the host ([\d.]+) of", README)[1] == f"{host:.3f}"
     starts = {cell["way"]: cell for cell in said_of("h200-startup-tp8.json")["cells"]}
@@ -158,7 +166,8 @@ def test_what_lies_between_two_token_counts_that_were_won_is_served(family):
     for key, won in rows.items():
         tokens = sorted(won)
         between = {m for low, high in zip(tokens, tokens[1:]) if won[low] and won[high] for m in range(low, high + 1)}
-        assert between <= served[key], f"{family} {key}: no cell at M = {sorted(between - served[key])}"
+        between |= {m for m in tokens if won[m]}
+        assert between == served[key], f"{family} {key}: the records have M = {sorted(between)}, the table {sorted(served[key])}"
 
 
 def test_what_the_docs_say_is_left_above_the_floor():
@@ -171,11 +180,26 @@ def test_what_the_docs_say_is_left_above_the_floor():
     assert [name for name, *_ in rows] == list(dict.fromkeys(group for group, _ in found if "residual" not in group))
     for name, *said in rows:
         assert said == [f"{found[name, m]:.2f}" for m in tokens], name
-    cells = {(cell["n"], cell["k"], cell["m"]): cell for cell in joined["cells"] if not cell["residual"]}
-    said = re.search(r"(\d+)x(\d+), the smallest of its class, is at ([\d.]+) x floor at M = 64\s+with\s+([\d.]+) us, (\d+)x(\d+) at ([\d.]+) with ([\d.]+\d)", text)
-    for n, k, over, beyond in (said.groups()[:4], said.groups()[4:]):
-        cell = cells[int(n), int(k), 64]
+    cells = {(c["n"], c["k"]): c for c in joined["cells"] if c["m"] == 64 and not c["residual"] and c["winner"]}
+    size = {key: cell for key, cell in cells.items() if report.weight_group(*key) == "40 to 85 MB"}
+    furthest = max(size, key=lambda key: size[key]["over_floor"])
+    said = re.findall(r"(\d+)x(\d+), (?:as large, is )?at ([\d.]+)(?: x)? with ([\d.]+\d)", text)
+    assert len(said) == 2 and tuple(map(int, said[0][:2])) == furthest
+    for n, k, over, beyond in said:
+        cell = cells[int(n), int(k)]
         assert (over, beyond) == (f"{cell['over_floor']:.3f}", f"{cell['us'] - cell['floor_us']:.2f}"), (n, k)
+
+
+def test_what_the_readme_says_of_the_gpu_suite():
+    """The record that it links to, with the number of tests, and every cell of the tables."""
+    cells, passed, ran, name = re.search(
+        r"all ([\d,]+) cells of the tables right, ([\d,]+) of ([\d,]+) tests passed \(\[record\]\(hw_matrix/records/(.+?)\)", README
+    ).groups()
+    record = json.loads((ROOT / "hw_matrix/records" / name).read_text())
+    counted = [int(number.replace(",", "")) for number in (cells, passed, ran)]
+    assert counted == [len(table_cases(SM90)), record["outcomes"]["passed"], sum(record["outcomes"].values())]
+    states = cell_states(SM90, [Record(name, record)], load_runners()["sm90"])
+    assert {str(state.proof) for state in states} == {"hardware-run"}
 
 
 def test_what_the_docs_say_of_glm():

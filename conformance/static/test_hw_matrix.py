@@ -320,6 +320,23 @@ def test_a_merge_that_is_refused_writes_nothing_and_says_why(hw_matrix, tmp_path
     )
 
 
+def test_a_red_run_is_kept_as_one_when_that_is_asked_for(hw_matrix, tmp_path):
+    made, records = shards_of(), tmp_path / "records"
+    _fail(made)
+    failed = next(test["id"] for shard in made for test in shard.data["tests"] if test["outcome"] == "failed")
+    shards = write_shards(tmp_path / "shards", made)
+    assert hw_matrix("merge", "--arch", "sm90", shards, "--records", records)[0] == 1 and not records.exists()
+    code, out, err = hw_matrix("merge", "--arch", "sm90", "--red", shards, "--records", records)
+    assert code == 1 and f"{CELLS - 1} passed" in out and "1 failed" in out
+    assert f"red: 1 tests did not pass: {failed}" in err
+    (path,) = (records / "sm90").glob("*.json")
+    assert [test["id"] for test in json.loads(path.read_text())["tests"]] == [failed]
+    made[1].data["cells"].pop()  # nothing else is let through
+    shards = write_shards(tmp_path / "fewer", made)
+    code, out, err = hw_matrix("merge", "--arch", "sm90", "--red", shards, "--records", tmp_path / "others")
+    assert code == 1 and "cells of sm90 are not hardware-run" in err and not (tmp_path / "others").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -79,9 +79,9 @@ def test_the_checked_in_table_is_what_the_records_say():
     )
 
 
-def _bench(started: str, ours: float) -> Record:
+def _bench(started: str, ours: float, k: int = 128, most: int = 12) -> Record:
     timings = {"floor": {"us": 10.0}, "ours": {"us": ours}, "cublas": {"us": 20.0}}
-    cells = [{"n": 64, "k": 128, "m": m, "timings": timings, "backend": "skinny"} for m in (1, 2)]
+    cells = [{"n": 64, "k": k, "m": m, "timings": timings, "backend": "skinny"} for m in range(1, most + 1)]
     cells.append(
         cells[0]
         | {
@@ -105,9 +105,26 @@ def test_changes_are_those_of_the_last_two_records_of_a_kind():
     ]
     said = changes([_bench("2026-12-01", 12.0), _bench("2026-12-02", 15.0)])
     assert said == [
-        "bench 2026-12-01 to bench 2026-12-02: ours over cuBLAS changed by +25.0 % over 2 cells; "
-        "0 faster, 2 slower by more than 3 %"
+        "bench 2026-12-01 to bench 2026-12-02: ours over cuBLAS changed by +25.0 % over 12 cells; "
+        "0 faster, 12 slower by more than 3 %"
     ]
+
+
+def test_times_are_compared_with_the_newest_record_that_has_enough_of_the_cells():
+    first, other, few = _bench("1", 12.0), _bench("2", 9.0, k=256), _bench("3", 6.0, most=9)
+    assert changes([first, other]) == changes([first, few]) == []
+    assert [text.split(":")[0] for text in changes([first, other, few, _bench("4", 12.0)])] == ["bench 1 to bench 4"]
+
+
+def test_times_of_shapes_that_no_table_has_are_not_in_the_means(tmp_path):
+    (tmp_path / "sm90").mkdir()
+    case = next(case for case in table_cases(SM90) if not case.residual)
+    record = _bench("1", 12.0).data
+    (tmp_path / "sm90" / "x.json").write_text(json.dumps(record))
+    assert summarize(tmp_path).generations[0].times == ()
+    record["cells"][0] |= {"n": case.n, "k": case.k}
+    (tmp_path / "sm90" / "x.json").write_text(json.dumps(record))
+    assert [(times.n, times.k) for times in summarize(tmp_path).generations[0].times] == [(case.n, case.k)]
 
 
 def test_a_long_command_is_folded_and_whole(tmp_path):
@@ -150,7 +167,7 @@ def test_the_worst_error_is_a_share_of_its_bound_and_unsaid_by_older_records(tmp
 
 
 def test_the_newest_times_in_the_usual_mode_count():
-    times = newest_times([_bench("2026-12-01", 12.0), _bench("2026-12-02", 15.0)])
+    times = newest_times([_bench("2026-12-01", 12.0, most=2), _bench("2026-12-02", 15.0, most=2)])
     assert [(t.m, t.over_floor("ours"), t.over_floor("cublas")) for t in times] == [(1, 1.5, 2.0), (2, 1.5, 2.0)]
 
 

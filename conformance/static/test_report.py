@@ -198,7 +198,8 @@ def test_the_command_prints_tables_markdown_and_json(lowlat):
     code, out, _ = lowlat("report", path)
     assert code == 0 and "means by M" in out and "7168x14336 M=2" in out
     code, out, _ = lowlat("report", "--markdown", RECORDS)
-    assert code == 0 and "| back_to_back, cold, PDL on | 1 | 11 | 1.208 | 0.713 |" in out
+    assert code == any(report.summarise(path).failed for path in RECORDS.glob("*.json"))
+    assert "| back_to_back, cold, PDL on | 1 | 11 | 1.208 | 0.713 |" in out
     assert out.count("## ") == len(list(RECORDS.glob("*.json"))) + 1, "each record, and the tuning runs together"
     code, out, _ = lowlat("report", "--json", path)
     assert code == 0 and json.loads(out)[0]["means"][0]["cells"] == 11

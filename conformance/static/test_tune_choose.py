@@ -105,14 +105,16 @@ def test_a_candidate_counts_where_both_passes_have_it():
     "winners, measured, between",
     [
         ({17: A, 24: A, 32: A}, (17, 24, 32), {*range(18, 24), *range(25, 32)}),
-        ({16: B, 24: A}, (16, 24), {*range(17, 24)}),  # two configs: the upper one's
+        ({17: B, 24: A}, (17, 24), {*range(18, 24)}),  # two configs: the upper one's
+        ({16: B, 25: A}, (16, 25), set()),  # which stands for no count of another class
+        ({16: A, 25: A}, (16, 25), {*range(17, 25)}),
         ({1: A, 3: A}, (1, 2, 3), set()),  # 2 was measured, and has no winner
         ({1: A}, (1, 8), set()),
         ({1: A, 4: A}, (1, 4), {2, 3}),
     ],
 )
-def test_what_lies_between_two_cells_of_one_config(winners, measured, between):
-    found = interpolated(winners, measured)
+def test_what_lies_between_two_cells(winners, measured, between):
+    found = interpolated(winners, measured, WIDTHS)
     assert set(found) == between and all(one == A for one in found.values())
 
 

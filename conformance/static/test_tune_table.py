@@ -13,7 +13,7 @@ from lowlat_cli.tuning.candidates import Candidate
 from lowlat_cli.tuning.choose import Times
 from lowlat_cli.tuning.table_writer import RowResult, Session, new_head, write_table
 from lowlat_gemm.arch import ARCHES, SM90
-from lowlat_gemm.kernels.split_k import SplitKConfig
+from lowlat_gemm.kernels.split_k import SplitKConfig, token_columns
 from lowlat_gemm.tables import TableError, load_table, load_table_file
 from tools.import_public_tables import public_texts
 
@@ -25,7 +25,7 @@ PUBLIC = TableText.parse(public_texts()["kimi_k3_sm90.toml"])
 
 def row(chosen: dict[int, Candidate], measured=None, *, n=1536, k=7168, residual=False, us=5.0) -> RowResult:
     times = {m: {one: Times((us, us + 0.5), (), (10.0, 10.0))} for m, one in chosen.items()}
-    return RowResult(n, k, "label", residual, tuple(measured or chosen), chosen, times)
+    return RowResult(n, k, "label", residual, tuple(measured or chosen), chosen, times, token_columns(SM90))
 
 
 @pytest.fixture
@@ -97,6 +97,31 @@ def test_tuning_again(path):
     assert [dict(source.versions)["torch"] for source in table.sources.values()] == ["2.14.0"], "an unused source stayed"
 
 
+WIDE = Candidate("split_k", SplitKConfig(64, 24, 4, 4))
+WIDER = Candidate("split_k", SplitKConfig(64, 40, 4, 4))
+
+
+@pytest.mark.parametrize(
+    "again, served",
+    [
+        (row({}, measured=(17,)), {16, 24, *range(33, 41)}),  # the lower end was lost: so 18 to 23 are between 16 and 24
+        (row({}, measured=(20,)), {16, 17, 24, *range(33, 41)}),  # lost in the middle
+        (row({}, measured=(24,)), {16, 17, *range(33, 41)}),  # the upper end was lost: 40's config is of another class
+        (row({36: WIDER}), {*range(16, 25), *range(33, 41)}),  # won in the middle
+        (row({24: A}), {*range(16, 25), *range(33, 41)}),
+    ],
+    ids=["lower", "middle", "upper", "won", "another"],
+)
+def test_what_was_between_two_cells_follows_them(path, again, served):
+    write_table(path, HEAD, [row({16: B, 17: WIDE, 24: WIDE, 33: WIDER, 40: WIDER})], SESSION)
+    assert sorted(load_table_file(path).projections[1536, 7168].cells) == [*range(16, 25), *range(33, 41)]
+    cells = write_table(path, HEAD, [again], SESSION).projections[1536, 7168].cells
+    assert set(cells) == served
+    for m in {18, 23, 34, 39} & served:
+        above = min(o for o in cells if o > m and cells[o].provenance.kind == "measured")
+        assert cells[m].provenance.kind == "interpolated" and cells[m].config == cells[above].config
+
+
 def test_nothing_to_keep_writes_nothing(path):
     assert write_table(path, HEAD, [row({}, measured=(1,))], SESSION) is None and not path.exists()
 
@@ -104,7 +129,7 @@ def test_nothing_to_keep_writes_nothing(path):
 def test_a_table_that_would_not_load_replaces_nothing(path):
     write_table(path, HEAD, [row({1: A})], SESSION)
     before = path.read_text()
-    bad = RowResult(64, 128, "x", False, (1,), {1: A}, {1: {A: Times((9.9, 9.9), (), (10.0, 10.0))}})
+    bad = RowResult(64, 128, "x", False, (1,), {1: A}, {1: {A: Times((9.9, 9.9), (), (10.0, 10.0))}}, (8,))
     with pytest.raises(TableError, match="time_us"):
         write_table(path, HEAD, [bad], SESSION)
     assert path.read_text() == before and list(path.parent.iterdir()) == [path]

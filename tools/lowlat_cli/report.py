@@ -24,7 +24,7 @@ _KINDS = {"layers": "layers", "timings": "bench", "winner": "tune", "status": "c
 @dataclass(frozen=True)
 class Mean:
     """Over ``cells`` cells of one M: geometric means of time over the floor and over the baseline (cuBLAS), and the median
-    of the microseconds beyond the floor, which hardly depend on the weight's size."""
+    of the microseconds beyond the floor, which grow far less with the weight than the floor itself."""
 
     group: str
     m: int
@@ -114,7 +114,8 @@ def kind_of(record: dict) -> str:
 
 
 def family_of(record: dict) -> str:
-    """The model family that a tuning run was for. Records say it since there are several; earlier ones by their command."""
+    """The model family that a tuning run was for. Records say it since there are several; the earlier ones of this
+    repository by their command."""
     if "family" in record:
         return record["family"]
     words = record["command"].split()

@@ -111,7 +111,7 @@ def screened_width(columns: int) -> int:
 def with_class_starts(tokens: Iterable[int], widths: Sequence[int]) -> list[int]:
     """``tokens`` and the first count of each class that they leave open below: 16, 24 gives 16, 17, 24.
 
-    A count between two measured ones is served where both have one config, and a config ends where its class does.
+    A count between two measured ones is served by the config of the upper one, which ends where its class begins.
     """
     wanted = sorted(set(tokens))
     lows = dict(zip(widths, (0, *widths)))

@@ -129,12 +129,20 @@ def _pick(us: Mapping[Candidate, tuple[float, float]]) -> Candidate:
     return min((one for one in us if us[one][0] <= AS_FAST * best), key=lambda one: us[one][1])
 
 
-def interpolated(chosen: Mapping[int, Candidate], measured: Iterable[int]) -> dict[int, Candidate]:
-    """M that nobody measured between two neighbours that were and have winners: with that of the upper one, which has shown
-    what it takes at more tokens. ``measured``: every M that was timed: one without a winner is a gap that stays."""
+def serves_between(low: object, high: object, m_high: int, m: int, widths: Sequence[int]) -> bool:
+    """Whether ``high``, the winner at ``m_high``, stands for the smaller ``m`` that nobody measured, ``low`` being the winner
+    below it: one config at both ends, or one token class of ``widths``, in which the time grows with M alone."""
+    return low == high or m > max((width for width in widths if width < m_high), default=0)
+
+
+def interpolated(chosen: Mapping[int, Candidate], measured: Iterable[int], widths: Sequence[int]) -> dict[int, Candidate]:
+    """M that nobody measured between two neighbours that were and have winners, with that of the upper one where it stands
+    for them. ``measured``: every M that was timed: one without a winner is a gap that stays. ``widths``: of token tiles."""
     ordered = sorted(measured)
     found = {}
     for low, high in zip(ordered, ordered[1:]):
         if low in chosen and high in chosen:
-            found |= dict.fromkeys(range(low + 1, high), chosen[high])
+            one = chosen[high]
+            between = range(low + 1, high)
+            found |= {m: one for m in between if serves_between(chosen[low], one, high, m, widths)}
     return found

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
-from .choose import interpolated
 from .outcome import Outcome
 
 #: Without a terminal, progress is a line at most so often.
@@ -143,9 +142,9 @@ def show(console: Console, outcome: Outcome, gpu, written: str | None) -> None:
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
-    between = sum(len(interpolated(row.chosen, row.measured)) for row in outcome.rows)
+    between = sum(len(row.between) for row in outcome.rows)
     won = sum(cell["winner"] is not None for cell in cells)
-    line(f"{won} of {len(cells)} measured cells kept, {between} more between two of one config")
+    line(f"{won} of {len(cells)} measured cells kept, {between} more between two of them")
     for m, mean in means_by_m(cells).items():
         line(
             f"M={m}: geometric mean over {mean['cells']} of {mean['of']} cells: {mean['over_floor']:.3f} x floor, "

@@ -180,7 +180,7 @@ class Tuner:
             # What broke at a later M is not trusted at an earlier one.
             times = {m: {c: t for c, t in at.items() if c not in self.supervisor.excluded} for m, at in times.items()}
             chosen = choose_row(times, self.request.classes)
-            self.outcome.rows.append(RowResult(n, k, label, residual, tuple(sorted(times)), chosen, times))
+            self.outcome.rows.append(RowResult(n, k, label, residual, tuple(sorted(times)), chosen, times, self.request.widths))
 
     def _finalists(self, screened: dict[Job, JobResult], refined: dict[Job, JobResult]) -> dict[int, list[Candidate]]:
         """By class: the fastest, those that are fast in both chains, the fastest of the order of additions that a whole row

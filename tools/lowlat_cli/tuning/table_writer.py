@@ -15,12 +15,13 @@ from lowlat_gemm.tables import Table, available_tables, load_table
 
 from ..table_text import TableText, replace_table, row_text, toml_value
 from .candidates import Candidate
-from .choose import Times, interpolated
+from .choose import Times, interpolated, serves_between
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """What a run found for one (N, K, residual). ``measured``: every M that was timed; ``chosen``: the winners by M."""
+    """What a run found for one (N, K, residual). ``measured``: every M that was timed; ``chosen``: the winners by M;
+    ``widths``: of the token tiles that the generation has."""
 
     n: int
     k: int
@@ -29,10 +30,21 @@ class RowResult:
     measured: tuple[int, ...]
     chosen: Mapping[int, Candidate]
     times: Mapping[int, Mapping[Candidate, Times]]
+    widths: tuple[int, ...]
+
+    @property
+    def between(self) -> dict[int, Candidate]:
+        """M that were not measured and are served all the same."""
+        return interpolated(self.chosen, self.measured, self.widths)
+
+    @property
+    def lost(self) -> set[int]:
+        """M that were measured and have no winner."""
+        return {*self.measured} - self.chosen.keys()
 
     def covered(self) -> set[int]:
         """Every M that this result speaks for, with a cell or without."""
-        return {*self.measured, *interpolated(self.chosen, self.measured)}
+        return {*self.measured, *self.between}
 
     def cells(self, source: str) -> dict[int, dict[str, Any]]:
         """The cells as a table has them."""
@@ -42,7 +54,7 @@ class RowResult:
             found[m] = _config(candidate) | {
                 "provenance": "measured", "source": source, "time_us": round(us, 3), "baseline_us": round(baseline, 3),
             }  # fmt: skip
-        for m, candidate in interpolated(self.chosen, self.measured).items():
+        for m, candidate in self.between.items():
             found[m] = _config(candidate) | {"provenance": "interpolated"}
         return dict(sorted(found.items()))
 
@@ -101,11 +113,13 @@ def write_table(path: Path, head: str, rows: Sequence[RowResult], session: Sessi
         former = kept.get((n, k), {})
         both = {}
         for residual, field in ((False, "cells"), (True, "residual_cells")):
-            cells = _expanded(former.get(field, ()), defaults)
+            cells = _expanded(former.get(field, ()))
             if residual in results:
-                new, covered = results[residual].cells(source), results[residual].covered()
+                row = results[residual]
+                new, covered = row.cells(source), row.covered()
                 cells = {m: cell for m, cell in cells.items() if m not in covered} | new
-            both[field] = _with_sound_ends(cells)
+                cells = _with_sound_ends(cells, row.lost, row.widths)
+            both[field] = cells
         label = former.get("label") or next(iter(results.values())).label
         if any(both.values()):
             text.rows[n, k] = row_text(n, k, label, both["cells"], both["residual_cells"])
@@ -127,8 +141,8 @@ def _source_key(text: TableText, session: Session) -> str:
     return next(key for key in numbered if text.sources.get(key) in (None, session.block(key)))
 
 
-def _expanded(items: Iterable[Mapping], defaults: Mapping) -> dict[int, dict[str, Any]]:
-    """Old cells, one an M, each with the provenance that the file's defaults gave it."""
+def _expanded(items: Iterable[Mapping]) -> dict[int, dict[str, Any]]:
+    """Old cells, one an M, word for word."""
     found = {}
     for item in items:
         first, _, last = str(item["m"]).partition("..")
@@ -137,19 +151,26 @@ def _expanded(items: Iterable[Mapping], defaults: Mapping) -> dict[int, dict[str
     return dict(sorted(found.items()))
 
 
-def _with_sound_ends(cells: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Interpolated cells with the config that their measured neighbour above has now; without those that lack a neighbour."""
-    measured = {m: cell for m, cell in cells.items() if "time_us" in cell}
+def _with_sound_ends(cells: Mapping[int, dict[str, Any]], lost: set[int], widths: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Interpolated cells as their measured neighbours are now, by the rule of ``interpolated``: with the config of the
+    upper one, and gone where a neighbour is missing or a count between the two was measured and ``lost``."""
+    measured = {m: _choice(cell) for m, cell in cells.items() if "time_us" in cell}
     found = {}
     for m, cell in sorted(cells.items()):
         if cell.get("provenance") == "interpolated":
-            above = min((other for other in measured if other > m), default=None)
-            if above is None or not any(other < m for other in measured):
+            low, high = max((o for o in measured if o < m), default=None), min((o for o in measured if o > m), default=None)
+            if low is None or high is None or any(low < gap < high for gap in lost):
                 continue
-            config = {key: measured[above][key] for key in CONFIG_KEYS[measured[above]["backend"]].names if key in measured[above]}
-            cell = {"backend": measured[above]["backend"], **config, "provenance": "interpolated"}
+            if not serves_between(measured[low], measured[high], high, m, widths):
+                continue
+            cell = measured[high] | {"provenance": "interpolated"}
         found[m] = cell
     return found
+
+
+def _choice(cell: Mapping) -> dict[str, Any]:
+    """Backend and config of a table's cell."""
+    return {key: cell[key] for key in ("backend", *CONFIG_KEYS[cell["backend"]].names) if key in cell}
 
 
 def _drop_unused_sources(text: TableText, defaults: Mapping) -> None:
