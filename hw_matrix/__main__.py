@@ -70,6 +70,8 @@ def print_status(summary: Summary) -> None:
     )
     OUT.print(grid)
     for generation in summary.generations:
+        for text in generation.red:
+            OUT.print(text, highlight=False, soft_wrap=True, markup=False)
         for record in generation.stale:
             OUT.print(f"{record.name}: the kernels' sources have changed since", highlight=False, soft_wrap=True)
         for state in generation.missing[:NAMED]:

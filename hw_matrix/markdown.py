@@ -45,7 +45,9 @@ def render(summary: Summary) -> str:
     ]
     words = [f"- **{word}**: {text}" for word, text in {**MEANING, **PROVENANCE_MEANING}.items()]
     said = [f"- {change}" for generation in summary.generations for change in generation.changes]
+    red = [f"- {text}" for generation in summary.generations for text in generation.red]
     parts = [_HEAD, table, "", *missing, *([""] if missing else [])]
+    parts += ["Not all was green in the runs that this rests on:", "", *red, ""] if red else []
     parts += [
         "The worst error, over the cells that ran on hardware, is a share of what its element may be off FP64: half a",
         "unit in the last place of BF16 and the error of FP32 accumulation. At most 1 is right; `-`: not recorded.",

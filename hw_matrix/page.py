@@ -126,6 +126,7 @@ def _missing(generation: Generation) -> str:
         f"The kernels' sources have changed since <code>{_escape(r.name)}</code> was made." for r in generation.stale
     ]
     note = f'<div class="callout">{" ".join(stale)}</div>' if stale else ""
+    note += "".join(f'<div class="callout bad">{_escape(text)}</div>' for text in generation.red)
     if not generation.runner.claims_hardware:
         return (
             note + '<p class="soft">No machine of this generation is there: nothing here claims to have run on one.</p>'
@@ -147,7 +148,11 @@ def _grid(generation: Generation) -> str:
     tokens = sorted({state.case.m for state in generation.states})
     head = "".join(f"<th>{m if m == 1 or m % 4 == 0 else ''}</th>" for m in tokens)  # 64 of them are a blur
     lines = [f'<tr><th>N x K</th>{head}<th class="text">projection</th></tr>']
-    for (_, n, k, residual), row in rows.items():
+    families: set[str] = set()
+    for (family, n, k, residual), row in rows.items():
+        if family not in families:
+            families.add(family)
+            lines.append(f'<tr><th class="text family" colspan="{len(tokens) + 2}">{_escape(family)}</th></tr>')
         label = next(iter(row.values())).case.plan.spec.label
         cells = "".join(_cell(row.get(m)) for m in tokens)
         added = " <small>+ residual</small>" if residual else ""

@@ -82,10 +82,24 @@ class Generation:
         return max(ran, key=lambda state: state.worst_share, default=None)
 
     @property
+    def used(self) -> list[Record]:
+        """Records that proofs rest on."""
+        return list({state.record.name: state.record for state in self.states if state.record is not None}.values())
+
+    @property
     def stale(self) -> list[Record]:
         """Records that proofs rest on and that were made with other kernel sources than those of now."""
-        used = {state.record.name: state.record for state in self.states if state.record is not None}
-        return [record for record in used.values() if record.data.get("kernel_sources") != kernel_sources()]
+        return [record for record in self.used if record.data.get("kernel_sources") != kernel_sources()]
+
+    @property
+    def red(self) -> list[str]:
+        """Tests that failed in runs that proofs rest on, in sentences: the cells ran, and the run as a whole was not right."""
+        return [
+            f"{record.name}: {test['id']} failed"
+            for record in self.used
+            for test in record.data.get("tests", ())
+            if test["outcome"] == "failed"
+        ]
 
     def mean_over_floor(self, who: str, m: int | None = None) -> float | None:
         """Geometric mean over the cells where a kernel of ours was timed."""

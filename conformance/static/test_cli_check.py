@@ -202,4 +202,6 @@ def test_a_shape_that_the_model_has_gets_its_projections_names():
     given = [checking.Shape(3072, 7168, ("3072x7168",)), checking.Shape(1000, 2048, ("1000x2048",))]
     named, other = checking.with_names(given, "kimi_k3")
     assert (named.n, named.k) == (3072, 7168) and all(name.endswith("tp4") for name in named.names), named
-    assert other is given[1] and checking.with_names(given, "nobody_knows_it") == given
+    assert other == given[1] and checking.with_names(given, "nobody_knows_it") == given
+    (shared,) = checking.with_names([checking.Shape(4096, 2048, ())], "glm_5_3_flash")
+    assert shared.names == ("dsa_o_proj tp8", "kda_o_proj tp4", "shared_down tp1")

@@ -127,6 +127,17 @@ def test_times_of_shapes_that_no_table_has_are_not_in_the_means(tmp_path):
     assert [(times.n, times.k) for times in summarize(tmp_path).generations[0].times] == [(case.n, case.k)]
 
 
+def test_a_failed_test_of_a_run_that_cells_rest_on_is_named(tmp_path):
+    (tmp_path / "sm90").mkdir()
+    cells = [cell_of(case) for case in table_cases(SM90)]
+    for outcome in ("failed", "passed"):
+        record = record_of(cells) | {"tests": [{"id": "conformance/gpu/test_x.py::test_a[1]", "outcome": outcome}]}
+        (tmp_path / "sm90" / "x.json").write_text(json.dumps(record))
+        summary = summarize(tmp_path)
+        for text in (markdown.render(summary), page.render(summary)):
+            assert ("sm90/x.json: conformance/gpu/test_x.py::test_a[1] failed" in text) == (outcome == "failed")
+
+
 def test_a_long_command_is_folded_and_whole(tmp_path):
     (tmp_path / "sm90").mkdir()
     long = "python -m pytest " + " ".join(f"conformance/gpu/test_{i}.py" for i in range(9))

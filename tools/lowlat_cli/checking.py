@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowlat_gemm.arch import Arch
 from lowlat_gemm.dispatch import Decision, explain, plan_for
@@ -48,12 +48,13 @@ def model_shapes(model: str, tps: Iterable[int]) -> list[Shape]:
 
 
 def with_names(shapes: Iterable[Shape], model: str) -> list[Shape]:
-    """``shapes``, those that ``model`` has at a usual TP size under the names of its projections."""
-    known: dict[tuple[int, int], Shape] = {}
-    for tp in (1, 2, 4, 8, 16):
+    """``shapes``, those that ``model`` has at a usual TP size under the names of all its projections that are of it."""
+    names: dict[tuple[int, int], tuple[str, ...]] = {}
+    for tp in (8, 4, 16, 2, 1):
         with contextlib.suppress(ValueError):  # not every size divides every model
-            known = {(shape.n, shape.k): shape for shape in model_shapes(model, (tp,))} | known
-    return [known.get((shape.n, shape.k), shape) for shape in shapes]
+            for shape in model_shapes(model, (tp,)):
+                names[shape.n, shape.k] = (*names.get((shape.n, shape.k), ()), *shape.names)
+    return [replace(shape, names=names.get((shape.n, shape.k), shape.names)) for shape in shapes]
 
 
 class _Operands:
