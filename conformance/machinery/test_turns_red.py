@@ -68,6 +68,21 @@ def test_right_kernels_are_green(tmp_path):
     assert record_of(tmp_path)["machine"]["gpu"] is None, "a stand-in must never look like hardware in a record"
 
 
+#: GPU tests that pick rows of the tables by what they are: another table, and their row may be one of another kind.
+PICKS_ROWS = [
+    "conformance/gpu/test_dispatch.py::test_switches",
+    "conformance/gpu/test_dispatch.py::test_a_sibling_device_is_declined_unless_told_otherwise",
+    "conformance/gpu/test_corners.py::test_no_token_launches_nothing_and_leaves_no_error",
+    "conformance/gpu/test_corners.py::test_each_split_adds_the_residual_once",
+    "conformance/gpu/test_torch_op.py::test_a_graph_of_the_compiled_operator_follows_its_input",
+]
+
+
+def test_tests_that_pick_rows_of_the_tables_find_them():
+    done = suite(*PICKS_ROWS)
+    assert done.returncode == 0 and f"{len(PICKS_ROWS)} passed" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_kernel(tmp_path, fault):
     test, said = FOUND_BY[fault]
