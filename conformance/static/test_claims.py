@@ -114,6 +114,7 @@ def test_what_the_readme_says_of_layers_hosts_and_starts():
     mean, worst, where = re.search(r"mean over 1 to 64 ([\d.]+), worst ([\d.]+) at M = (\d+)", README).groups()
     assert mean == f"{statistics.geometric_mean(ratios.values()):.3f}"
     assert (worst, int(where)) == (f"{max(ratios.values()):.3f}", max(ratios, key=ratios.get))
+    assert max(ratios.values()) < 1, "slower in a layer than without the library"
     host = said_of("h200-host-tp8.json")["medians"]["module_over_module"]
     assert re.search(r"costs the host ([\d.]+) of", README)[1] == f"{host:.3f}"
     starts = {cell["way"]: cell for cell in said_of("h200-startup-tp8.json")["cells"]}
@@ -212,3 +213,16 @@ def test_what_the_docs_say_of_glm():
         if case.m > 8 and names[case.n, case.k].startswith(("dsa_", "mtp_")) and case.cell.backend != "split_k"
     ]  # fmt: skip
     assert cells and late == early == []
+
+
+def test_what_the_docs_say_of_peers():
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    cells = said_of("h200-bench-tp8.json")["cells"]
+    reached, won, ran = re.search(r"the (\d+) \(N, K, M\) that it\s+reached, in both chains, (\d+) of (\d+) won", text).groups()
+    ahead = sum(max(cell["ours_over"].values()) < 1 for cell in cells)
+    assert [int(reached), int(won), int(ran)] == [len({(c["n"], c["k"], c["m"]) for c in cells}), ahead, len(cells)]
+    (one,) = (c for c in said_of("h200-bench-peers.json")["cells"] if c["mode"]["chain"] == "back_to_back")
+    said = re.search(r"At 1536x7168, M = 1 ours took ([\d.]+) of `torch.compile`'s time\s+\(max-autotune\) and ([\d.]+) of", text).groups()
+    assert list(said) == [f"{one['ours_over'][peer]:.3f}" for peer in ("torch.compile", "flashinfer-cublaslt")]
+    pictures = re.findall(r"\]\((pictures/[^)]+)\)", text)
+    assert len(pictures) == 2 and all((ROOT / "docs" / picture).exists() for picture in pictures)
