@@ -151,6 +151,15 @@ def test_a_stack_of_layers_with_and_without_a_kind(tmp_path):
         assert found.notes == ["a layer with the library over one without: 1.000, geometric mean over 2 token counts"]
 
 
+def test_what_parts_cost(tmp_path):
+    def cell(m, chain, **costs):
+        return {"n": 64, "k": 128, "m": m, "mode": {"chain": chain}, "costs": costs}
+
+    cells = [cell(1, "linked", wait=0.5, store=0.1), cell(1, "linked", wait=1.0), cell(1, "linked", wait=0.75)]
+    found = report.summarise(_write(tmp_path / "p.json", [*cells, cell(64, "back_to_back", wait=-0.1)], kind="parts"))
+    assert found.notes == ["back_to_back, M = 64: wait -0.10 us", "linked, M = 1: wait +0.75 us, store +0.10 us"]
+
+
 def test_host_costs(tmp_path):
     cells = [{"n": 64, "k": 128, "m": 1, "forward_over_f_linear": 1.25}]
     found = report.summarise(_write(tmp_path / "h.json", cells, kind="host", medians={"F.linear": 6.0}))

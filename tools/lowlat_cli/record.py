@@ -119,6 +119,12 @@ def make_startup_record(
     return head | about | {"cells": cells}
 
 
+def make_parts_record(command: str, cells: list, gpu, started: datetime.datetime, seconds: float) -> dict:
+    """The record of what parts of ``split_k`` cost; ``cells``: of ``split_k_parts.PartsCell``. Times are in microseconds."""
+    head = _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "parts"}
+    return head | {"cells": [cell.to_json() for cell in cells]}
+
+
 def make_sanitizer_record(command: str, runs: list[dict], gpu, started: datetime.datetime, seconds: float) -> dict:
     """The record of compute-sanitizer; ``runs``: of ``conformance.sanitize.run_tool``, one a tool and kernel."""
     return _head(command, gpu, started, seconds) | {"schema": BENCH_SCHEMA, "kind": "sanitizer", "cells": runs}

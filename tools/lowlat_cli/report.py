@@ -259,6 +259,18 @@ def _layers(record: dict, head: Summary) -> None:
     _add_worst(head, [Worst(f"M = {cell['m']}", cell["with_over_without"], "a layer without") for cell in cells])
 
 
+def _parts(record: dict, head: Summary) -> None:
+    """Medians of what each part of a kernel costs, by chain and M."""
+    costs: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for cell in record["cells"]:
+        by_part = costs.setdefault((cell["mode"]["chain"], cell["m"]), {})
+        for part, us in cell["costs"].items():
+            by_part.setdefault(part, []).append(us)
+    for (chain, m), by_part in sorted(costs.items()):
+        shown = ", ".join(f"{part} {statistics.median(us):+.2f} us" for part, us in by_part.items())
+        head.notes.append(f"{chain}, M = {m}: {shown}")
+
+
 def _startup(record: dict, head: Summary) -> None:
     for cell in record["cells"]:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cell["seconds"].items())
@@ -284,7 +296,7 @@ def _sanitizer(record: dict, head: Summary) -> None:
 #: How the cells of each kind of record are read.
 _READERS = {
     "bench": _bench, "tune": _tune, "check": _check, "host": _host, "kda": _kda, "sanitizer": _sanitizer,
-    "layers": _layers, "startup": _startup, "conformance": _conformance, "conformance shard": _conformance,
+    "layers": _layers, "parts": _parts, "startup": _startup, "conformance": _conformance, "conformance shard": _conformance,
 }  # fmt: skip
 
 
