@@ -144,16 +144,13 @@ def main() -> int:
     asked = parser.parse_args()
     if folder := os.environ.get("BUILD_WORKING_DIRECTORY"):  # `bazel run` starts in its runfiles
         os.chdir(folder)
-    from lowlat_cli.environment import find_gpus
-    from lowlat_gemm.dispatch import missing_packages_refusal
+    from lowlat_cli.environment import gpu_for_kernels
 
     try:
         counts, extents = parse_tokens(asked.tokens), Extents.of_kimi_k3(asked.tp)
     except ValueError as error:
         parser.error(str(error))
-    gpus, why = find_gpus()
-    gpu = next((gpu for gpu in gpus if gpu.arch is not None), None)
-    problem = missing_packages_refusal() if gpu else (why or f"no GPU of a served generation: {', '.join(map(str, gpus))}")
+    gpu, problem = gpu_for_kernels()
     if problem is not None:
         print(f"bench_layers: {problem}", file=sys.stderr)
         return 2

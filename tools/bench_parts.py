@@ -36,18 +36,15 @@ def main() -> int:
     asked = parser.parse_args()
     if folder := os.environ.get("BUILD_WORKING_DIRECTORY"):  # `bazel run` starts in its runfiles
         os.chdir(folder)
-    from lowlat_cli.environment import find_gpus
+    from lowlat_cli.environment import gpu_for_kernels
     from lowlat_gemm.arch import SM90
-    from lowlat_gemm.dispatch import missing_packages_refusal
 
     try:
         shapes, counts = [parsing.shape(text) for text in asked.shape], parsing.tokens(asked.tokens)
         timed = modes(["cold"], ["on"], asked.chain or ["back_to_back", "linked"])
     except ValueError as error:
         parser.error(str(error))
-    gpus, why = find_gpus()
-    gpu = next((gpu for gpu in gpus if gpu.arch == SM90), None)
-    problem = missing_packages_refusal() if gpu else (why or f"no Hopper GPU: {', '.join(map(str, gpus))}")
+    gpu, problem = gpu_for_kernels(SM90)
     if problem is not None:
         print(f"bench_parts: {problem}", file=sys.stderr)
         return 2
@@ -60,6 +57,9 @@ def main() -> int:
     except BenchError as error:
         print(f"bench_parts: {error}", file=sys.stderr)
         return 1
+    if not cells:
+        print("bench_parts: the tables have split_k at none of these shapes and token counts", file=sys.stderr)
+        return 2
     command = command_line("python -m tools.bench_parts", sys.argv[1:])
     hand_over(make_parts_record(command, cells, gpu, started, time.monotonic() - clock), asked.record)
     return 0

@@ -109,6 +109,13 @@ def test_the_record_and_its_lines(world):
     assert bench_parts.line(cells[0]).endswith("costs wait +1.00, tokens +0.50, exchange +0.25, store +0.12")
 
 
+def test_a_request_that_no_table_serves_is_said_to_be_one(world, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("lowlat_cli.environment.gpu_for_kernels", lambda wanted: (SimpleNamespace(ordinal=0), None))
+    monkeypatch.setattr("sys.argv", ["bench_parts", "--shape", "128x512", "--record", f"{tmp_path}/r.json"])
+    assert bench_parts.main() == 2 and "split_k at none of these" in capsys.readouterr().err
+    assert not (tmp_path / "r.json").exists()
+
+
 @pytest.mark.parametrize("arguments", [["--shape", "64"], ["--shape", "64x512", "--chain", "loose"], []])
 def test_requests_that_are_none(monkeypatch, capsys, arguments):
     monkeypatch.setattr("sys.argv", ["bench_parts", *arguments])

@@ -119,7 +119,7 @@ def test_what_the_readme_says_of_layers_hosts_and_starts():
     assert re.search(r"costs the host ([\d.]+) of", README)[1] == f"{host:.3f}"
     starts = {cell["way"]: cell for cell in said_of("h200-startup-tp8.json")["cells"]}
     assert starts["archive"]["late"] == starts["archive"]["compiles"] == 0
-    said = re.search(r"starts in ([\d.]+) s with an archive of\s+kernels instead of ([\d.]+) s", README).groups()
+    said = re.search(r"starts in ([\d.]+) s\s+with an archive of kernels instead of ([\d.]+) s", README).groups()
     assert list(said) == [f"{starts[way]['total']:.1f}" for way in ("archive", "nothing")]
 
 
@@ -181,6 +181,8 @@ def test_what_the_docs_say_is_left_above_the_floor():
     assert [name for name, *_ in rows] == list(dict.fromkeys(group for group, _ in found if "residual" not in group))
     for name, *said in rows:
         assert said == [f"{found[name, m]:.2f}" for m in tokens], name
+    growth = [found[rows[-1][0], m] / found[rows[0][0], m] for m in tokens]
+    assert "three to six times" in text and 3 <= min(growth) and max(growth) < 6.5, growth
     cells = {(c["n"], c["k"]): c for c in joined["cells"] if c["m"] == 64 and not c["residual"] and c["winner"]}
     size = {key: cell for key, cell in cells.items() if report.weight_group(*key) == "40 to 85 MB"}
     furthest = max(size, key=lambda key: size[key]["over_floor"])

@@ -50,6 +50,19 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), **{name: version(name) for name in DISTRIBUTIONS}}
 
 
+def gpu_for_kernels(wanted: Arch | None = None) -> tuple[Gpu | None, str | None]:
+    """The first GPU here of a served generation, or of the ``wanted`` one, and why kernels cannot run on it: (None, why)
+    where there is none."""
+    from lowlat_gemm.dispatch import missing_packages_refusal
+
+    gpus, why = find_gpus()
+    gpu = next((gpu for gpu in gpus if gpu.arch is not None and wanted in (None, gpu.arch)), None)
+    if gpu is None:
+        return None, why or f"no GPU of {wanted or 'a served generation'}: {', '.join(map(str, gpus))}"
+    problem = missing_packages_refusal()
+    return gpu, None if problem is None else str(problem)
+
+
 def find_gpus() -> tuple[list[Gpu], str | None]:
     """This machine's CUDA devices as torch sees them, or an empty list and why there are none."""
     try:

@@ -127,12 +127,13 @@ def run_parts(
     cells = []
     with torch.cuda.device(gpu.ordinal), torch.inference_mode():
         for shape in shapes:
-            copies = ShapeCopies(shape, gpu, max(tokens))
-            for m in tokens:
-                plan = device_plan(gpu.ordinal, shape.n, shape.k)
-                entry = None if isinstance(plan, Refusal) else plan.entry(m, False)
-                if entry is None or entry.cell.backend != split_k.NAME:
-                    continue
+            plan = device_plan(gpu.ordinal, shape.n, shape.k)
+            entries = {m: None if isinstance(plan, Refusal) else plan.entry(m, False) for m in tokens}
+            entries = {m: one for m, one in entries.items() if one is not None and one.cell.backend == split_k.NAME}
+            if not entries:
+                continue
+            copies = ShapeCopies(shape, gpu, max(entries))
+            for m, entry in entries.items():
                 for cell in _cells(copies, m, entry, modes, replays):
                     cells.append(cell)
                     say(cell)
