@@ -31,6 +31,11 @@ class Size:
     def token_ring(self) -> int:
         return self.token_stages or self.stages
 
+    @property
+    def barrier_ring(self) -> int:
+        shorter = self.bug == "barriers_of_the_shorter_ring"
+        return (min if shorter else max)(self.stages, self.token_ring)
+
     def owned(self, rank: int) -> int:
         return len(range(rank, self.groups, self.split))
 

@@ -43,12 +43,8 @@ class Pipeline(Producers, Wgmma, Tcgen05):
             f"block arrived {r}": 0,
             f"tokens known {r}": False,
         }
-        self.full = [self._barrier(f"full[{i}] {r}") for i in range(s.stages)]
-        self.empty = [self._barrier(f"empty[{i}] {r}") for i in range(s.stages)]
-        self.token_full, self.token_empty = self.full, self.empty
-        if s.token_stages:
-            self.token_full = [self._barrier(f"token_full[{i}] {r}") for i in range(s.token_stages)]
-            self.token_empty = [self._barrier(f"token_empty[{i}] {r}") for i in range(s.token_stages)]
+        self.full = [self._barrier(f"full[{i}] {r}") for i in range(s.barrier_ring)]
+        self.empty = [self._barrier(f"empty[{i}] {r}") for i in range(s.barrier_ring)]
         self._barrier(f"landed {r}"), self._barrier(f"previous {r}")
         for kind, ring in (("weight", s.stages), ("token", s.token_ring)):
             self.values |= {f"{kind} stage {i} {r}": None for i in range(ring)} | {f"{kind}s issued {r}": 0}

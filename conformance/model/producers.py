@@ -9,9 +9,19 @@ from .parts import Parts, add, change_barrier, set_value
 class Producers(Parts):
     """Steps of ``load_weights`` and ``load_tokens`` in ``split_k_pipeline.py``."""
 
-    def _load(self, thread: Thread, kind: str, r: int, i: int, full: str, code: str) -> None:
+    def _free(self, thread: Thread, kind: str, i: int, code: str) -> None:
+        """Waits for the products of the stage that lay where the i-th will, by that stage's barrier."""
+        s = self.size
+        before = i - (s.stages if kind == "weight" else s.token_ring)
+        if before >= 0:
+            turns = 0 if kind == "weight" and self.bug("phase_not_flipped") else before // s.barrier_ring
+            barrier = self.empty[before % s.barrier_ring]
+            self._wait(thread, barrier, turns % 2, code, "mbarrier_wait(empty + freed, freed_phase)")
+
+    def _load(self, thread: Thread, kind: str, r: int, i: int, code: str) -> None:
         """Issues the i-th load of a ring: the barrier is armed, the stage is no longer what it was."""
         ring = self.size.stages if kind == "weight" else self.size.token_ring
+        full = self.full[i % self.size.barrier_ring]
         stage, issued = f"{kind} stage {i % ring} {r}", f"{kind}s issued {r}"
 
         def issue(view: View) -> None:
@@ -33,7 +43,7 @@ class Producers(Parts):
             thread,
             f"loads {kind} tile {i}",
             code,
-            f"tma_bar_ptr={'full' if kind == 'weight' else 'token_full'} + slot",
+            "tma_bar_ptr=full + barrier",
             reads=["previous finished" if kind == "token" else f"map {r}"],
             writes=[stage, *([f"tokens known {r}"] if kind == "token" else [])],
             adds=[full, issued],
@@ -57,9 +67,7 @@ class Producers(Parts):
         s, code = self.size, "split_k_pipeline.SplitKGemm.load_weights"
         thread = self._thread(f"weight producer {r}")
         releases = s.warpgroups if s.arch == "sm90" else 1
-        counts = [(name, 1 if s.token_stages else 2) for name in self.full] + [(name, releases) for name in self.empty]
-        if s.token_stages:
-            counts += [(name, 1) for name in self.token_full] + [(name, releases) for name in self.token_empty]
+        counts = [(name, 2) for name in self.full] + [(name, releases) for name in self.empty]
         counts += [(f"landed {r}", 1), (f"previous {r}", 1)]
         if s.arch == "sm100":
             shared = self.one_pointer_barrier
@@ -73,9 +81,8 @@ class Producers(Parts):
         for i in range(s.tiles):
             if i == s.prefetch:
                 self._wait(thread, f"previous {r}", 0, code, "mbarrier_wait(previous, 0)")
-            turns = 0 if self.bug("phase_not_flipped") else i // s.stages
-            self._wait(thread, self.empty[i % s.stages], (1 + turns) % 2, code, "mbarrier_wait(empty + slot, phase)")
-            self._load(thread, "weight", r, i, self.full[i % s.stages], code)
+            self._free(thread, "weight", i, code)
+            self._load(thread, "weight", r, i, code)
             if i == max(0, s.tiles - 1 - s.trigger):
                 if s.arch == "sm100" and not self.bug("next_kernel_before_allocation") and not self.one_pointer_barrier:
                     self._wait(
@@ -110,13 +117,6 @@ class Producers(Parts):
             )
         self._arrive(thread, f"previous {r}", kernel, "mbarrier_arrive(previous)")
         for i in range(s.tiles):
-            slot = i % s.token_ring
-            self._wait(
-                thread,
-                self.token_empty[slot],
-                (1 + i // s.token_ring) % 2,
-                code,
-                "mbarrier_wait(token_empty + slot, phase)",
-            )
-            self._load(thread, "token", r, i, self.token_full[slot], code)
+            self._free(thread, "token", i, code)
+            self._load(thread, "token", r, i, code)
         self._end(thread, r)

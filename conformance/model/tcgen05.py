@@ -44,17 +44,8 @@ class Tcgen05(Parts):
         for i in range(s.tiles):
 
             def wait(i: int = i) -> None:
-                if s.token_stages:
-                    self._wait(
-                        thread,
-                        self.token_full[i % s.token_ring],
-                        i // s.token_ring % 2,
-                        code,
-                        "tensor_memory.wait(token_full + token_slot, token_phase)",
-                    )
-                self._wait(
-                    thread, self.full[i % s.stages], i // s.stages % 2, code, "tensor_memory.wait(full + slot, phase)"
-                )
+                barrier, phase = self.full[i % s.barrier_ring], i // s.barrier_ring % 2
+                self._wait(thread, barrier, phase, code, "tensor_memory.wait(full + barrier, phase)")
 
             def product(i: int = i) -> None:
                 self._issue(
@@ -93,21 +84,14 @@ class Tcgen05(Parts):
         self._step(thread, f"issues {what}", code, source, adds=[issued], run=lambda v: add(v, issued))
 
     def _commits(self, i: int, r: int) -> list[str]:
-        """Barriers that a commit behind product i arrives at: of stages that are loaded once more."""
+        """Barriers that a commit behind product i arrives at: of stages that a producer waits for."""
         s = self.size
-        always = self.bug("idle_commits")
-        found = [self.empty[i % s.stages]] if always or i + s.stages < s.tiles else []
-        if s.token_stages and (always or i + s.token_ring < s.tiles):
-            found.append(self.token_empty[i % s.token_ring])
-        return found
+        awaited = i + min(s.stages, s.token_ring) < s.tiles
+        return [self.empty[i % s.barrier_ring]] if awaited or self.bug("idle_commits") else []
 
     def _release(self, thread: Thread, r: int, i: int, issued: str, code: str) -> None:
         for barrier in self._commits(i, r):
-            source = (
-                "give_back_when_done(empty + slot)"
-                if barrier in self.empty
-                else "give_back_when_done(token_empty + token_slot)"
-            )
+            source = "give_back_when_done(empty + barrier)"
             if self.bug("released_by_arrival"):
                 self._arrive(thread, barrier, code, source)
             else:

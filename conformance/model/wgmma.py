@@ -16,22 +16,12 @@ class Wgmma(Parts):
         tensor_core = self._thread(f"tensor core {w} of {r}")
 
         def release(i: int) -> None:
-            self._arrive(thread, self.empty[i % s.stages], code, "mbarrier_arrive(empty + former)")
-            if s.token_stages:
-                self._arrive(
-                    thread, self.token_empty[i % s.token_ring], code, "mbarrier_arrive(token_empty + token_former)"
-                )
+            self._arrive(thread, self.empty[i % s.barrier_ring], code, "mbarrier_arrive(empty + former)")
 
         for i in range(s.tiles):
-            if s.token_stages:
-                self._wait(
-                    thread,
-                    self.token_full[i % s.token_ring],
-                    i // s.token_ring % 2,
-                    code,
-                    "mbarrier_wait(token_full + token_slot, token_phase)",
-                )
-            self._wait(thread, self.full[i % s.stages], i // s.stages % 2, code, "mbarrier_wait(full + slot, phase)")
+            barrier, phase = self.full[i % s.barrier_ring], i // s.barrier_ring % 2
+            # Whether it is over is asked before, which changes nothing: who is told that it is need not wait.
+            self._wait(thread, barrier, phase, code, "wait_unless(ready, full + barrier, phase)")
             self._step(
                 thread, f"issues product {i}", code, "commit_group()", adds=[issued], run=lambda v: add(v, issued)
             )

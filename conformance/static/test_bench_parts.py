@@ -22,7 +22,7 @@ from lowlat_gemm.reference import reference_gemm
 from tools import bench_parts
 
 #: Microseconds that each part costs here, on top of the floor's 5.
-COSTS = {"wait": 1.0, "tokens": 0.5, "exchange": 0.25, "store": 0.125}
+COSTS = {"wait": 1.0, "weights": 2.0, "tokens": 0.5, "exchange": 0.25, "store": 0.125}
 
 
 class Copies:
@@ -87,8 +87,8 @@ def test_the_cells_that_the_table_has_split_k_for(world):
     cells = run(1, 2, 3)
     assert [(cell.m, cell.mode.chain) for cell in cells] == [(m, chain) for m in (1, 2) for chain in ("back_to_back", "linked")]
     assert cells[0].costs == COSTS, "the whole over the build without the part"
-    assert set(cells[2].costs) == {"wait", "tokens", "store"}, "K is not split: there is no exchange to leave out"
-    assert world.launched == [parts.WHOLE, *2 * [parts.WHOLE, *parts.PARTS], parts.WHOLE, *2 * [parts.WHOLE, "wait", "tokens", "store"]]
+    assert set(cells[2].costs) == {"wait", "weights", "tokens", "store"}, "K is not split: there is no exchange to leave out"
+    assert world.launched == [parts.WHOLE, *2 * [parts.WHOLE, *parts.PARTS], parts.WHOLE, *2 * [parts.WHOLE, "wait", "weights", "tokens", "store"]]
     assert run(1, n=128) == []
 
 
@@ -104,9 +104,9 @@ def test_the_record_and_its_lines(world):
     record = json.loads(render(make_parts_record("python -m tools.bench_parts", cells, None, started, 1.0)))
     assert kind_of(record) == "parts" and record["cells"][0]["costs"] == COSTS
     assert record["cells"][0]["timings"]["floor"]["us"] == 5.0 and record["cells"][0]["mode"]["chain"] == "back_to_back"
-    said = "wait +1.00 us, tokens +0.50 us, exchange +0.25 us, store +0.12 us"
+    said = "wait +1.00 us, weights +2.00 us, tokens +0.50 us, exchange +0.25 us, store +0.12 us"
     assert summarise_record("r", record).notes == [f"back_to_back, M = 1: {said}", f"linked, M = 1: {said}"]
-    assert bench_parts.line(cells[0]).endswith("costs wait +1.00, tokens +0.50, exchange +0.25, store +0.12")
+    assert bench_parts.line(cells[0]).endswith("costs wait +1.00, weights +2.00, tokens +0.50, exchange +0.25, store +0.12")
 
 
 def test_a_request_that_no_table_serves_is_said_to_be_one(world, monkeypatch, capsys, tmp_path):

@@ -131,6 +131,25 @@ def hold(nanoseconds: Int64):
         pass
 
 
+def is_over(barrier, phase) -> Int32:
+    """1 if ``phase`` of an mbarrier is over and what it stands for is visible, 0 if not (yet). Does not wait."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [{$r0}], {$r1};\n"
+        "selp.s32 {$w0}, 1, 0, over;\n}",
+        write_only_types=[Int32],
+        read_only_args=[barrier.toint(), Int32(phase)],
+    )
+
+
+def wait_unless(over: Int32, barrier, phase) -> None:
+    """Waits for ``phase`` of an mbarrier, unless ``is_over`` has said that it is."""
+    cute.arch.inline_ptx(
+        "{\n.reg .pred over;\nsetp.ne.s32 over, {$r0}, 0;\n@over bra OVER_${:uid};\nWAIT_${:uid}:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 over, [{$r1}], {$r2};\n@!over bra WAIT_${:uid};\nOVER_${:uid}:\n}",
+        read_only_args=[over, barrier.toint(), Int32(phase)],
+    )
+
+
 def wait_for_cluster_data(barrier, phase) -> None:
     """Waits for ``phase`` of an mbarrier on which peers' ``st.async`` complete, and makes their data visible.
 

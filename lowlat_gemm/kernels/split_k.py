@@ -11,8 +11,8 @@ adds them in rank order, adds the residual, rounds once and stores. K slices are
 by the split alone. So a token's bits depend on the split and on nothing else: not on M, its position, or the tile.
 
 ``prefetch`` and ``trigger`` bound how far the weight loads of two neighbouring kernels compete; a CTA that takes less
-than half an SM's shared memory leaves room for one of the next kernel; ``token_stages`` gives wide token tiles a ring of
-their own, so that they do not shorten the weight's.
+than half an SM's shared memory leaves room for one of the next kernel; ``token_stages`` makes the ring of wide token
+tiles shorter, so that they do not shorten the weight's.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class SplitKConfig:
     ``rows``: weight rows of a tile, a multiple of 8. ``token_columns``: tokens of a tile. ``split``: ranks over K.
     ``stages``: depth of the weight ring. ``k_blocks``: blocks of 64 K in a stage. ``prefetch``: weight stages requested
     before the previous kernel has finished; 0 stands for about two thirds of the ring. ``trigger``: weight loads that
-    are still to be requested when the next kernel is let go. ``token_stages``: depth of the token ring; 0: the tokens
-    share the weight's stages.
+    are still to be requested when the next kernel is let go. ``token_stages``: depth of the token ring; 0: as deep as the
+    weight's.
     """
 
     rows: int
@@ -74,9 +74,9 @@ class SplitKConfig:
         return self.token_stages or self.stages
 
     @property
-    def shared_ring(self) -> bool:
-        """Whether weight and tokens of a stage arrive on one barrier."""
-        return self.token_stages == 0
+    def barrier_ring(self) -> int:
+        """Stages that have barriers of their own: those of the longer ring."""
+        return max(self.stages, self.token_ring)
 
     @property
     def early_stages(self) -> int:
@@ -157,8 +157,8 @@ def shared_memory_bytes(config: SplitKConfig, output_dtype: str = "bfloat16", *,
 
 
 def barriers(config: SplitKConfig) -> int:
-    """mbarriers of a CTA: two a stage of each ring, one for partial sums, one for the previous kernel."""
-    return 2 * config.stages + (0 if config.shared_ring else 2 * config.token_ring) + 2
+    """mbarriers of a CTA: two a stage of the longer ring, one for partial sums, one for the previous kernel."""
+    return 2 * config.barrier_ring + 2
 
 
 def tensor_columns(config: SplitKConfig) -> int:
@@ -193,7 +193,7 @@ def config_problem(arch: Arch, config: SplitKConfig, *, residual: bool = False) 
     if config.k_blocks not in (1, 2):
         return f"k_blocks {config.k_blocks}: expected 1 or 2, so that slices end on stages"
     if not 2 <= config.stages <= 32 or config.token_stages not in (0, *range(2, 33)):
-        return f"stages {config.stages}, token_stages {config.token_stages}: expected 2 to 32 (0: one ring)"
+        return f"stages {config.stages}, token_stages {config.token_stages}: expected 2 to 32 (0: as deep as stages)"
     least, most = sorted(shared_memory_bytes(config, dtype, residual=residual) for dtype in ("bfloat16", "float32"))
     if most > arch.shared_memory_bytes:
         return f"needs {most} bytes of shared memory, {arch} has {arch.shared_memory_bytes}"

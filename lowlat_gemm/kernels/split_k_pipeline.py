@@ -4,12 +4,16 @@ Warps of a CTA: 4 a row warpgroup (sums, reduction, store), then the weight prod
 a generation adds for its tensor cores.
 
 Barriers, all in shared memory:
-    full[s]      weight stage s has arrived (with one ring: its tokens too)      producer(s) -> tensor cores
-    empty[s]     the products of stage s are done                                tensor cores -> producer(s)
-    token_full / token_empty  the same for a token ring of its own
+    full[b]      weights and tokens of a stage have arrived                      producers -> tensor cores
+    empty[b]     the products of a stage are done                                tensor cores -> producers
     landed       all partial sums of the other ranks have arrived                peers' st.async -> warpgroups
     previous     the previous kernel has finished                                token producer -> weight producer
     tensor       those of tensor memory, where there is one                      (``tensor_memory.py``)
+
+Stage i lies in slot i mod ``stages`` of the weight ring and i mod ``token_ring`` of the token ring, and has the barriers
+b = i mod ``barrier_ring``, the longer of the two: whoever multiplies waits once a stage and gives back once, however
+deep the rings are. That a producer of the shorter ring waits for a stage before the barriers have gone round is safe: it
+has waited for that barrier's phase before, and the next one needs what it is about to load.
 """
 
 import cutlass
@@ -122,10 +126,7 @@ class SplitKGemm(ClusterEpilogue):
         landing = smem.allocate_array(Float32, landing_words(c), byte_alignment=16)
         pitch = staging_pitch(c, self.staged_dtype.width // 8)
         staged = smem.allocate_array(self.staged_dtype, c.warpgroups * c.groups_per_rank * 8 * pitch, byte_alignment=16)
-        full, empty = bars, bars + c.stages
-        token_full, token_empty = full, empty
-        if const_expr(not c.shared_ring):
-            token_full, token_empty = bars + 2 * c.stages, bars + 2 * c.stages + c.token_ring
+        full, empty = bars, bars + c.barrier_ring
         landed, previous, tensor = bars + barriers(c) - 2, bars + barriers(c) - 1, bars + barriers(c)
 
         # This rank's slice of K: cut in units of K_UNIT by the split alone; in stages, the tail's stage included.
@@ -151,12 +152,9 @@ class SplitKGemm(ClusterEpilogue):
             cpasync.prefetch_descriptor(tma_w)
             cpasync.prefetch_descriptor(tma_x)
             with cute.arch.elect_one():
-                for s in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(full + s, 2 if c.shared_ring else 1)
-                    cute.arch.mbarrier_init(empty + s, self.releases)
-                for s in cutlass.range_constexpr(0 if c.shared_ring else c.token_ring):
-                    cute.arch.mbarrier_init(token_full + s, 1)
-                    cute.arch.mbarrier_init(token_empty + s, self.releases)
+                for b in cutlass.range_constexpr(c.barrier_ring):
+                    cute.arch.mbarrier_init(full + b, 2)
+                    cute.arch.mbarrier_init(empty + b, self.releases)
                 cute.arch.mbarrier_init(landed, 1)
                 cute.arch.mbarrier_init(previous, 1)
                 self.init_tensor_barriers(tensor)
@@ -183,12 +181,12 @@ class SplitKGemm(ClusterEpilogue):
             self.hold_back("tokens", rank)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(previous)
-            self.load_tokens(tma_x, tXg, tXs, token_full, token_empty, first_stage, stage_count)
+            self.load_tokens(tma_x, tXg, tXs, full, empty, first_stage, stage_count)
             if const_expr(c.split > 1):
                 cute.arch.cluster_wait()
         else:
             operands = (tiled_mma, cute.make_tensor(sW.iterator, sW_mma_layout.outer), sX)
-            rings = (full, empty, token_full, token_empty, stage_count)
+            rings = (full, empty, stage_count)
             mailbox = (landing, landed, owned)
             self.multiply_and_finish(
                 operands, rings, mailbox, tensor, staged, mR, mY, rank, row_tile, token_tile, warp, thread
@@ -203,48 +201,58 @@ class SplitKGemm(ClusterEpilogue):
                 device.hold(Int64(HOLD_NS))
 
     @cute.jit
+    def following(self, index, ring):
+        """The place behind ``index`` in a ring of so many."""
+        index += 1
+        if index == ring:
+            index = Int32(0)
+        return index
+
+    @cute.jit
     def load_weights(self, tma_w, tWg, tWs, full, empty, previous, tensor, first_stage, stage_count):
         """Weight producer: a part of the ring at once, the rest when the previous kernel no longer needs the memory."""
         c = self.config
-        slot, phase = Int32(0), Int32(1)
+        slot, barrier, freed, freed_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         trigger_at = stage_count - 1 - c.trigger
         if trigger_at < 0:
             trigger_at = Int32(0)
         for i in cutlass.range(stage_count, unroll=1):
             if i == c.prefetch:
                 cute.arch.mbarrier_wait(previous, 0)
-            cute.arch.mbarrier_wait(empty + slot, phase)
+            if i >= c.stages:
+                cute.arch.mbarrier_wait(empty + freed, freed_phase)
+                freed = self.following(freed, c.barrier_ring)
+                if freed == 0:
+                    freed_phase ^= 1
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + slot, c.rows * c.stage_k * 2)
+                cute.arch.mbarrier_arrive_and_expect_tx(full + barrier, c.rows * c.stage_k * 2)
             cute.copy(
                 tma_w, tWg[None, first_stage + i], tWs[None, slot],
-                tma_bar_ptr=full + slot, cache_policy=Int64(device.EVICT_FIRST),
+                tma_bar_ptr=full + barrier, cache_policy=Int64(device.EVICT_FIRST),
             )  # fmt: skip
             if i == trigger_at:
                 self.before_next_kernel(tensor)
                 device.let_next_kernel_start()
-            slot += 1
-            if slot == c.stages:
-                slot = Int32(0)
-                phase ^= 1
+            slot, barrier = self.following(slot, c.stages), self.following(barrier, c.barrier_ring)
 
     @cute.jit
-    def load_tokens(self, tma_x, tXg, tXs, token_full, token_empty, first_stage, stage_count):
+    def load_tokens(self, tma_x, tXg, tXs, full, empty, first_stage, stage_count):
         """Token producer; the caller has waited for the previous kernel."""
         c = self.config
-        slot, phase = Int32(0), Int32(1)
+        slot, barrier, freed, freed_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         for i in cutlass.range(stage_count, unroll=1):
-            cute.arch.mbarrier_wait(token_empty + slot, phase)
+            if i >= c.token_ring:
+                cute.arch.mbarrier_wait(empty + freed, freed_phase)
+                freed = self.following(freed, c.barrier_ring)
+                if freed == 0:
+                    freed_phase ^= 1
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(token_full + slot, c.token_columns * c.stage_k * 2)
+                cute.arch.mbarrier_arrive_and_expect_tx(full + barrier, c.token_columns * c.stage_k * 2)
             cute.copy(
                 tma_x, tXg[None, first_stage + i], tXs[None, slot],
-                tma_bar_ptr=token_full + slot, cache_policy=Int64(device.EVICT_LAST),
+                tma_bar_ptr=full + barrier, cache_policy=Int64(device.EVICT_LAST),
             )  # fmt: skip
-            slot += 1
-            if slot == c.token_ring:
-                slot = Int32(0)
-                phase ^= 1
+            slot, barrier = self.following(slot, c.token_ring), self.following(barrier, c.barrier_ring)
 
     @cute.jit
     def finish(self, acc, mailbox, staged, mR, mY, rank, row_tile, token_tile, warpgroup_index, thread_in_group):

@@ -66,38 +66,29 @@ class SplitKSm100(SplitKGemm):
         _, sW, sX = operands
         # Made here, not passed from the host: its flags are constants of the code.
         tiled_mma = self.tiled_mma()
-        full, empty, token_full, token_empty, stage_count = rings
+        full, empty, stage_count = rings
         whole = tiled_mma.get_slice(0)
         tW = tiled_mma.make_fragment_A(whole.partition_A(sW))
         tX = tiled_mma.make_fragment_B(whole.partition_B(sX))
         address = tensor_memory.allocate(tensor, tensor_columns(c))
         layout = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C((WARPGROUP_ROWS, c.token_columns))).layout
         sums = [cute.make_tensor(address + w * c.token_columns, layout)[None, 0, 0] for w in range(c.warpgroups)]
-        slot, phase, token_slot, token_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        slot, token_slot, barrier, phase = Int32(0), Int32(0), Int32(0), Int32(0)
         for i in cutlass.range(stage_count, unroll=1):
-            if const_expr(not c.shared_ring):
-                tensor_memory.wait(token_full + token_slot, token_phase)
-            tensor_memory.wait(full + slot, phase)
+            tensor_memory.wait(full + barrier, phase)
             for kb in cutlass.range_constexpr(c.k_blocks * 4):
                 # The first product overwrites what others left in these columns.
                 tiled_mma.set(tcgen05.Field.ACCUMULATE, i > 0 if const_expr(kb == 0) else True)
-                tokens = tX[None, 0, kb, slot if const_expr(c.shared_ring) else token_slot]
+                tokens = tX[None, 0, kb, token_slot]
                 for w in cutlass.range_constexpr(c.warpgroups):
                     cute.gemm(tiled_mma, sums[w], tW[None, w, kb, slot], tokens, sums[w])
-            # Only a stage that is loaded once more: no arrival is under way when the CTA ends.
-            if i + c.stages < stage_count:
-                tensor_memory.give_back_when_done(empty + slot)
-            slot += 1
-            if slot == c.stages:
-                slot = Int32(0)
+            # Only a stage that a producer waits for: no arrival is under way when the CTA ends.
+            if i + min(c.stages, c.token_ring) < stage_count:
+                tensor_memory.give_back_when_done(empty + barrier)
+            slot, token_slot = self.following(slot, c.stages), self.following(token_slot, c.token_ring)
+            barrier = self.following(barrier, c.barrier_ring)
+            if barrier == 0:
                 phase ^= 1
-            if const_expr(not c.shared_ring):
-                if i + c.token_ring < stage_count:
-                    tensor_memory.give_back_when_done(token_empty + token_slot)
-                token_slot += 1
-                if token_slot == c.token_ring:
-                    token_slot = Int32(0)
-                    token_phase ^= 1
         tensor_memory.give_back_when_done(tensor_memory.accumulated(tensor))
         tensor_memory.release(tensor, address, tensor_columns(c))
 

@@ -6,6 +6,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from . import device
 from .compile_cache import CompileUnit
 from .split_k import WARPGROUP_ROWS
 from .split_k_pipeline import SplitKGemm, compile_unit_of
@@ -40,43 +41,39 @@ class SplitKSm90(SplitKGemm):
         )
         acc.fill(0.0)
         self.hold_back("multiply", rank)
-        full, empty, token_full, token_empty, stage_count = rings
-        self.multiply(tiled_mma, acc, tW, tX, full, empty, token_full, token_empty, warp, stage_count)
+        self.multiply(tiled_mma, acc, tW, tX, *rings, warp)
         self.finish(acc, mailbox, staged, mR, mY, rank, row_tile, token_tile, warpgroup_index, thread_in_group)
 
     @cute.jit
-    def multiply(self, tiled_mma, acc, tW, tX, full, empty, token_full, token_empty, warp, stage_count):
-        """acc += weight stage x token stage; a stage is given back when the next one's wgmmas are under way."""
+    def multiply(self, tiled_mma, acc, tW, tX, full, empty, stage_count, warp):
+        """acc += weight stage x token stage; a stage is given back when the next one's wgmmas are under way.
+
+        What a stage costs beside its products is on the critical path: after the wait for the previous kernel the whole
+        ring is there to be multiplied before the first free slot is loaded again. So there is one barrier to wait for
+        and one to arrive at, and whether the next stage is there is asked while this one is multiplied.
+        """
         c = self.config
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        slot, phase, former = Int32(0), Int32(0), Int32(0)
-        token_slot, token_phase, token_former = Int32(0), Int32(0), Int32(0)
+        slot, token_slot, barrier, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        former, ready = Int32(0), Int32(0)
         for i in cutlass.range(stage_count, unroll=1):
-            if const_expr(not c.shared_ring):
-                cute.arch.mbarrier_wait(token_full + token_slot, token_phase)
-            cute.arch.mbarrier_wait(full + slot, phase)
+            device.wait_unless(ready, full + barrier, phase)
             warpgroup.fence()
             for kb in cutlass.range_constexpr(c.k_blocks * 4):
-                tokens = tX[None, None, kb, slot if const_expr(c.shared_ring) else token_slot]
-                cute.gemm(tiled_mma, acc, tW[None, None, kb, slot], tokens, acc)
+                cute.gemm(tiled_mma, acc, tW[None, None, kb, slot], tX[None, None, kb, token_slot], acc)
             warpgroup.commit_group()
+            current = barrier
+            slot, token_slot = self.following(slot, c.stages), self.following(token_slot, c.token_ring)
+            barrier = self.following(barrier, c.barrier_ring)
+            if barrier == 0:
+                phase ^= 1
+            ready = device.is_over(full + barrier, phase)
             warpgroup.wait_group(1)
             if i > 0:
                 if warp % 4 == 0:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(empty + former)
-                        if const_expr(not c.shared_ring):
-                            cute.arch.mbarrier_arrive(token_empty + token_former)
-            former, token_former = slot, token_slot
-            slot += 1
-            if slot == c.stages:
-                slot = Int32(0)
-                phase ^= 1
-            if const_expr(not c.shared_ring):
-                token_slot += 1
-                if token_slot == c.token_ring:
-                    token_slot = Int32(0)
-                    token_phase ^= 1
+            former = current
         warpgroup.wait_group(0)
 
 

@@ -1,7 +1,8 @@
 """What parts of ``split_k`` cost on SM90: builds of its kernel with one part left out, timed beside the whole in one run.
 
     wait      the tokens are loaded without waiting for the previous kernel
-    tokens    no tokens are loaded: products of what lies in shared memory
+    weights   no weights are loaded: products of what lies in shared memory; what is left is latency, and no traffic
+    tokens    no tokens are loaded
     exchange  ranks keep their partial sums (only where K is split)
     store     y is not written
 
@@ -39,18 +40,34 @@ from .measure import REPLAYS, Mode, ShapeCopies, Timing, interleaved
 FLOOR, WHOLE = "floor", "whole"
 
 
-class _WithoutTokens(SplitKSm90):
+class _WithoutLoads(SplitKSm90):
     @cute.jit
-    def load_tokens(self, tma_x, tXg, tXs, token_full, token_empty, first_stage, stage_count):
-        slot, phase = Int32(0), Int32(1)
-        for _ in cutlass.range(stage_count, unroll=1):
-            cute.arch.mbarrier_wait(token_empty + slot, phase)
+    def give_away(self, full, empty, ring, stage_count):
+        """What the producer of a ring of so many stages does, without the loads."""
+        barrier, freed, freed_phase = Int32(0), Int32(0), Int32(0)
+        for i in cutlass.range(stage_count, unroll=1):
+            if i >= ring:
+                cute.arch.mbarrier_wait(empty + freed, freed_phase)
+                freed = self.following(freed, self.config.barrier_ring)
+                if freed == 0:
+                    freed_phase ^= 1
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(token_full + slot)
-            slot += 1
-            if slot == self.config.token_ring:
-                slot = Int32(0)
-                phase ^= 1
+                cute.arch.mbarrier_arrive(full + barrier)
+            barrier = self.following(barrier, self.config.barrier_ring)
+
+
+class _WithoutTokens(_WithoutLoads):
+    @cute.jit
+    def load_tokens(self, tma_x, tXg, tXs, full, empty, first_stage, stage_count):
+        self.give_away(full, empty, self.config.token_ring, stage_count)
+
+
+class _WithoutWeights(_WithoutLoads):
+    @cute.jit
+    def load_weights(self, tma_w, tWg, tWs, full, empty, previous, tensor, first_stage, stage_count):
+        # The next kernel is let go at once: there is no traffic that it could meet.
+        device.let_next_kernel_start()
+        self.give_away(full, empty, self.config.stages, stage_count)
 
 
 class _WithoutExchange(SplitKSm90):
@@ -72,6 +89,7 @@ class _WithoutStore(SplitKSm90):
 #: Part -> the kernel's class, and a device primitive that is nothing while it is compiled.
 _BUILDS = {
     "wait": (SplitKSm90, "wait_for_previous_kernel"),
+    "weights": (_WithoutWeights, None),
     "tokens": (_WithoutTokens, None),
     "exchange": (_WithoutExchange, "wait_for_cluster_data"),  # nothing lands that could be waited for
     "store": (_WithoutStore, None),
