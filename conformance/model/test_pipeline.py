@@ -44,7 +44,7 @@ FOUND_AS = {
     "no_cluster_wait": "landed 0 is not initialised",
     "tokens_before_pdl_wait": "x is read while the previous kernel may write it",
     "phase_not_flipped": "deadlock|stage that holds",
-    "barriers_of_the_shorter_ring": "one arrival too many",
+    "barriers_of_the_shorter_ring": "one arrival too many|deadlock|stage that holds",
     "armed_for_too_few": "deadlock",
     "map_on_another_stream": "a tensor map that is not there yet",
     "map_not_acquired": "a tensor map that is not there yet",

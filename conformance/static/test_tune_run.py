@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +21,7 @@ from lowlat_cli.tuning.choose import AS_FAST, ONE_CONFIG_COST, ONE_SPLIT_COST
 from lowlat_cli.tuning.jobs import BACK_TO_BACK
 from lowlat_gemm import settings
 from lowlat_gemm.arch import SM90
-from lowlat_gemm.kernels.split_k import token_columns
+from lowlat_gemm.kernels.split_k import SplitKConfig, token_columns
 from lowlat_gemm.kernels.store import ObjectStore
 from lowlat_gemm.tables import load_table_file
 
@@ -83,6 +84,17 @@ def test_the_table_holds_what_was_found(lowlat, fake_gpu, tmp_path):
     assert {m for m, cell in row.cells.items() if cell.provenance.kind == "interpolated"} == set(row.cells) - {c["m"] for c in found["cells"]}
     assert found["model"]["split_k"]["classes"] == 3 and "--table" not in found["command"], found["command"]
     assert "geometric mean" in text and "0 more" not in text
+
+
+def test_what_a_table_names_competes_again(lowlat, fake_gpu, tmp_path, monkeypatch):
+    """In its class, at the width of each M, and whatever the model thinks of it: a retuned row gets no worse."""
+    named = Candidate("split_k", SplitKConfig(8, 24, 2, 2, trigger=1))
+    make = command.make_request
+    monkeypatch.setattr(command, "make_request", lambda *given: replace(make(*given), known={(48, 256): (named,)}))
+    code, text, _, record = run(lowlat, tmp_path)
+    assert code == 0, text
+    finalists = {c["m"]: [Candidate.from_json(one) for one in c["finalists"]] for c in json.loads(record.read_text())["cells"]}
+    assert {m for m, found in finalists.items() if named in found} == {17, 24}, finalists
 
 
 def screened(count: int) -> list[str]:

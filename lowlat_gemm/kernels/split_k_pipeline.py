@@ -208,22 +208,27 @@ class SplitKGemm(ClusterEpilogue):
             index = Int32(0)
         return index
 
+    def first_freed(self, ring):
+        """Barrier and phase that a producer waits for before the first load of its ring, as if the stages before had been
+        there: its first waits pass. They are not left out, for they keep a producer from requesting its whole ring in one
+        burst, which holds up the last loads of the previous kernel."""
+        return Int32((self.config.barrier_ring - ring) % self.config.barrier_ring), Int32(1)
+
     @cute.jit
     def load_weights(self, tma_w, tWg, tWs, full, empty, previous, tensor, first_stage, stage_count):
         """Weight producer: a part of the ring at once, the rest when the previous kernel no longer needs the memory."""
         c = self.config
-        slot, barrier, freed, freed_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        slot, barrier, freed, freed_phase = Int32(0), Int32(0), *self.first_freed(c.stages)
         trigger_at = stage_count - 1 - c.trigger
         if trigger_at < 0:
             trigger_at = Int32(0)
         for i in cutlass.range(stage_count, unroll=1):
             if i == c.prefetch:
                 cute.arch.mbarrier_wait(previous, 0)
-            if i >= c.stages:
-                cute.arch.mbarrier_wait(empty + freed, freed_phase)
-                freed = self.following(freed, c.barrier_ring)
-                if freed == 0:
-                    freed_phase ^= 1
+            cute.arch.mbarrier_wait(empty + freed, freed_phase)
+            freed = self.following(freed, c.barrier_ring)
+            if freed == 0:
+                freed_phase ^= 1
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + barrier, c.rows * c.stage_k * 2)
             cute.copy(
@@ -239,13 +244,12 @@ class SplitKGemm(ClusterEpilogue):
     def load_tokens(self, tma_x, tXg, tXs, full, empty, first_stage, stage_count):
         """Token producer; the caller has waited for the previous kernel."""
         c = self.config
-        slot, barrier, freed, freed_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        slot, barrier, freed, freed_phase = Int32(0), Int32(0), *self.first_freed(c.token_ring)
         for i in cutlass.range(stage_count, unroll=1):
-            if i >= c.token_ring:
-                cute.arch.mbarrier_wait(empty + freed, freed_phase)
-                freed = self.following(freed, c.barrier_ring)
-                if freed == 0:
-                    freed_phase ^= 1
+            cute.arch.mbarrier_wait(empty + freed, freed_phase)
+            freed = self.following(freed, c.barrier_ring)
+            if freed == 0:
+                freed_phase ^= 1
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + barrier, c.token_columns * c.stage_k * 2)
             cute.copy(

@@ -44,13 +44,12 @@ class _WithoutLoads(SplitKSm90):
     @cute.jit
     def give_away(self, full, empty, ring, stage_count):
         """What the producer of a ring of so many stages does, without the loads."""
-        barrier, freed, freed_phase = Int32(0), Int32(0), Int32(0)
-        for i in cutlass.range(stage_count, unroll=1):
-            if i >= ring:
-                cute.arch.mbarrier_wait(empty + freed, freed_phase)
-                freed = self.following(freed, self.config.barrier_ring)
-                if freed == 0:
-                    freed_phase ^= 1
+        barrier, freed, freed_phase = Int32(0), *self.first_freed(ring)
+        for _ in cutlass.range(stage_count, unroll=1):
+            cute.arch.mbarrier_wait(empty + freed, freed_phase)
+            freed = self.following(freed, self.config.barrier_ring)
+            if freed == 0:
+                freed_phase ^= 1
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full + barrier)
             barrier = self.following(barrier, self.config.barrier_ring)

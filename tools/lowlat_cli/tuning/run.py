@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowlat_gemm.arch import Arch, DeviceProperties
-from lowlat_gemm.kernels import fused_a
+from lowlat_gemm.kernels import fused_a, split_k
 from lowlat_gemm.kernels.compile_cache import CompileUnit
 
 from ..checking import Shape
@@ -101,7 +101,7 @@ class Tuner:
             if self._out_of_time():
                 break
             refined = {job: self._measure(job) for job in refines[shape]}
-            finals[shape] = self._finals(shape, self._finalists(screened[shape], refined))
+            finals[shape] = self._finals(shape, self._finalists(shape, screened[shape], refined))
         self._compile(job for jobs in finals.values() for job in jobs)
         for shape in shapes:
             if shape not in finals or self._out_of_time():
@@ -182,9 +182,11 @@ class Tuner:
             chosen = choose_row(times, self.request.classes)
             self.outcome.rows.append(RowResult(n, k, label, residual, tuple(sorted(times)), chosen, times, self.request.widths))
 
-    def _finalists(self, screened: dict[Job, JobResult], refined: dict[Job, JobResult]) -> dict[int, list[Candidate]]:
+    def _finalists(
+        self, shape: Shape, screened: dict[Job, JobResult], refined: dict[Job, JobResult]
+    ) -> dict[int, list[Candidate]]:
         """By class: the fastest, those that are fast in both chains, the fastest of the order of additions that a whole row
-        could have, and for few tokens the fastest ``fused_a`` and ``skinny``."""
+        could have, what the tables name now, and for few tokens the fastest ``fused_a`` and ``skinny``."""
         by_class: dict[int, list[Candidate]] = {}
         pools: dict[int, dict[Candidate, float]] = {}
         for one in self.request.screens:
@@ -201,12 +203,19 @@ class Tuner:
         for columns, pool in pools.items():
             fitting = [one for one in sorted(pool, key=pool.get) if one.invariance == order]
             by_class[columns] += fitting[:1] if order is not None else []
+            by_class[columns] += self._known(shape, columns)
         few = next((result for job, result in screened.items() if job.turn == 1), None)
         if self.request.tokens[0] <= SKINNY_TOKENS:
             first = self.request.screens[0].columns
             warps = [one for one in sorted(pools[first], key=pools[first].get) if one.backend == fused_a.NAME]
             by_class[first] += warps[:1] + (_ranked(few)[:1] if few is not None else [])
         return {columns: list(dict.fromkeys(found)) for columns, found in by_class.items()}
+
+    def _known(self, shape: Shape, columns: int) -> list[Candidate]:
+        """The ``split_k`` configs that tables name for a shape in a class: to be served another one has to beat them."""
+        known = self.request.known.get((shape.n, shape.k), ())
+        tiled = [one for one in known if one.backend == split_k.NAME]
+        return [one for one in tiled if screened_width(one.config.token_columns) == columns]
 
     def _check_model(self, screened: dict[Job, JobResult]) -> None:
         for job, result in screened.items():
