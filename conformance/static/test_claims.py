@@ -131,10 +131,12 @@ def test_flashinfer_is_dispatched_where_a_record_shows_its_kernel_right():
     assert [arch for arch in ARCHES if backend("flashinfer", arch)] == [SM90]
 
 
-def test_the_sanitizer_found_nothing():
-    record = json.loads((ROOT / "hw_matrix/records/sm90/h200-sanitizer.json").read_text())
-    assert {(run["kernel"], run["tool"]) for run in record["cells"]} == {(k, t) for k in sanitize.PARTS for t in sanitize.TOOLS}
+@pytest.mark.parametrize("name, kernels", [("h200-sanitizer", list(sanitize.PARTS)), ("h200-sanitizer-split-k", ["split_k"])])
+def test_the_sanitizer_found_nothing(name, kernels):
+    record = said_of(f"{name}.json")
+    assert {(run["kernel"], run["tool"]) for run in record["cells"]} == {(k, t) for k in kernels for t in sanitize.TOOLS}
     assert all(run["clean"] and run["errors"] == 0 for run in record["cells"]), record["cells"]
+    assert f"{name}.json" in README
 
 
 def test_records_name_their_commit_and_no_place_of_a_machine():
@@ -193,16 +195,30 @@ def test_what_the_docs_say_is_left_above_the_floor():
         assert (over, beyond) == (f"{cell['over_floor']:.3f}", f"{cell['us'] - cell['floor_us']:.2f}"), (n, k)
 
 
+def test_what_the_docs_say_of_the_parts():
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    head, table = re.search(r"^\| us \| (.+) \|\n\|[-|]+\|\n((?:\|.+\|\n)+)", text, re.MULTILINE).groups()
+    parts = [word.removeprefix("no ") for word in head.split(" | ")]
+    cells = {
+        f"{c['n']}x{c['k']}, M = {c['m']}": {name: f"{t['us']:.2f}" for name, t in c["timings"].items()}
+        for c in said_of("h200-parts.json")["cells"] if c["mode"]["chain"] == "back_to_back"
+    }  # fmt: skip
+    for name, *said in (line.strip("| ").split(" | ") for line in table.splitlines()):
+        assert dict(zip(parts, said, strict=True)) == cells[name], name
+
+
 def test_what_the_readme_says_of_the_gpu_suite():
-    """The record that it links to, with the number of tests, and every cell of the tables."""
+    """The record that it links to, with the number of tests, every cell of the tables, and those that changed since."""
     cells, passed, ran, name = re.search(
         r"all ([\d,]+) cells of the tables right, ([\d,]+) of ([\d,]+) tests passed \(\[record\]\(hw_matrix/records/(.+?)\)", README
     ).groups()
     record = json.loads((ROOT / "hw_matrix/records" / name).read_text())
     counted = [int(number.replace(",", "")) for number in (cells, passed, ran)]
-    assert counted == [len(table_cases(SM90)), record["outcomes"]["passed"], sum(record["outcomes"].values())]
+    assert counted == [record["counts"]["kernel"], record["outcomes"]["passed"], sum(record["outcomes"].values())]
+    assert record["counts"]["failed"] == 0
     states = cell_states(SM90, [Record(name, record)], load_runners()["sm90"])
-    assert {str(state.proof) for state in states} == {"hardware-run"}
+    changed = sum(str(state.proof) != "hardware-run" for state in states)
+    assert re.findall(r"([\d,]+) cells have another config since", README) == ([f"{changed:,}"] if changed else [])
 
 
 def test_what_the_docs_say_of_glm():
