@@ -19,7 +19,7 @@ from lowlat_gemm.tables import Cell, available_tables, load_table
 
 
 #: Configs of split_k for what no table reaches: every split and token tile, one and two row warpgroups, both stage
-#: sizes, one ring and two, and prefetch and trigger beyond the ends. Every generation serves each of them.
+#: sizes, rings of one depth and of two, and prefetch and trigger beyond the ends. Every generation serves each of them.
 SPLIT_K_CONFIGS = [
     SplitKConfig(56, 8, 4, 13),
     SplitKConfig(64, 8, 3, 4),

@@ -1,6 +1,6 @@
 """What the parts of ``split_k`` cost on a Hopper GPU, in the configs of the tables: microseconds by M and chain.
 
-    python -m tools.bench_parts --shape 2880x7168 --tokens 1,16,64 --record hw_matrix/records/sm90/h200-parts.json
+    python -m tools.bench_parts --shape 2880x7168 --shape 2048x1536 --tokens 1,16,64 --record FILE.json
     bazelw run //tools:bench_parts -- ...
 
 ``lowlat_cli/split_k_parts.py`` says which parts there are. Exit code 1: the whole kernel was wrong; 2: it could not be run.

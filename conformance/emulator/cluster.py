@@ -20,6 +20,8 @@ from conformance.control_flow import parse_ptx
 from .scalar import Registers, arithmetic, operands, registers, signed
 
 WARP, PARAMETER, SHARED, RANK_SHIFT = 32, 1 << 50, 1024, 24
+#: Share of what is under way that stays so until all else stands still.
+LATE = 0.1
 _NOTHING = (
     "prefetch",
     "fence",
@@ -135,17 +137,21 @@ class Cluster:
         )
 
     def _beside(self, all_of: bool) -> bool:
-        """Completes some of what is under way, or ``all_of`` it; products and commits of a CTA in their order."""
-        some = [action for action in self.pending if all_of or self.random.random() < 0.3]
-        self.pending = [action for action in self.pending if action not in some]
+        """Completes some of what is under way, or ``all_of`` it; products of a CTA in their order."""
+        some = [one for one in self.pending if all_of or not one[1] and self.random.random() < 0.3]
+        self.pending = [one for one in self.pending if one not in some]
         self.random.shuffle(some)
-        for action in some:
+        for action, _ in some:
             action()
         for cta in self.ctas:
             while cta.queue and (all_of or self.random.random() < 0.5):
                 cta.queue.pop(0)()
                 some.append(cta)
         return bool(some)
+
+    def _under_way(self, action) -> None:
+        """``action`` completes beside the threads: soon, or, once in a while, only when nothing else can go on."""
+        self.pending.append((action, self.random.random() < LATE))
 
     def _advance(self, thread: Thread) -> bool:
         """Runs a thread until it has to wait or ends; whether it got anywhere."""
@@ -282,6 +288,11 @@ class Cluster:
             else:
                 memory[where] = (thread.value(name) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
 
+    def _must_run(self, cta: Cta) -> None:
+        """What is under way to a CTA's shared memory when it ends is written to that of another."""
+        if all(one.place >= len(self.program.instructions) for one in cta.threads):
+            raise Trap(f"rank {cta.rank} has ended and is written to")
+
     def _send(self, thread: Thread, parts: list[str]) -> None:
         target, barrier = thread.address(parts[0]), thread.address(parts[2])
         receiver = self.ctas[(target >> RANK_SHIFT) - 1]
@@ -289,12 +300,11 @@ class Cluster:
         begin = target & ((1 << RANK_SHIFT) - 1)
 
         def land() -> None:
-            if all(one.place >= len(self.program.instructions) for one in receiver.threads):
-                raise Trap(f"rank {receiver.rank} has ended and is written to")
+            self._must_run(receiver)
             receiver.shared[begin : begin + 16] = words
             receiver.arrive(barrier & ((1 << RANK_SHIFT) - 1), 0, done=16)
 
-        self.pending.append(land)
+        self._under_way(land)
 
     def _tma(self, thread: Thread, parts: list[str]) -> None:
         cta, begin, barrier = thread.cta, thread.address(parts[0]), thread.address(parts[2])
@@ -308,6 +318,7 @@ class Cluster:
         cta.shared[begin : begin + 128 * tensor_map.box] = b"\xff" * (128 * tensor_map.box)
 
         def complete() -> None:
+            self._must_run(cta)
             box = source[row : row + tensor_map.box, column : column + 64]
             words[: box.shape[0], : box.shape[1]] = box
             for r in range(tensor_map.box):
@@ -316,7 +327,7 @@ class Cluster:
                     cta.shared[at : at + 16] = words[r, 8 * chunk : 8 * chunk + 8].tobytes()
             cta.arrive(barrier, 0, done=128 * tensor_map.box)
 
-        self.pending.append(complete)
+        self._under_way(complete)
 
     # Tensor cores.
 
@@ -332,7 +343,13 @@ class Cluster:
                 cta.tensor = None
         elif one.is_a("tcgen05.commit"):
             barrier = thread.address(parts[0])
-            cta.queue.append(lambda: cta.arrive(barrier, 1))
+
+            def arrive() -> None:
+                self._must_run(cta)
+                cta.arrive(barrier, 1)
+
+            # Its turn is behind the products before it; when it arrives is nobody's promise, nor in what order.
+            cta.queue.append(lambda: self._under_way(arrive))
         elif one.is_a("tcgen05.mma"):
             self._multiply(thread, one, parts)
         elif one.is_a("tcgen05.ld"):

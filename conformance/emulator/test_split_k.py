@@ -72,6 +72,16 @@ def test_several_token_tiles_and_many_orders():
     assert all(torch.equal(y, found[0]) for y in found)
 
 
+@pytest.mark.parametrize("stages, token_stages", [(2, 0), (2, 3), (3, 2)])
+def test_rings_that_go_round_and_round(stages, token_stages):
+    """Nine stages a rank: every barrier has several phases, whichever ring is the longer one."""
+    unit = _unit(SplitKConfig(64, 8, 2, stages, token_stages=token_stages))
+    x, weight, _ = _operands(8, 64, 2 * 9 * 64 - 24, whole=True)
+    wanted = reference_gemm(x, weight).value.bfloat16()
+    for seed in range(3):
+        assert torch.equal(emulate(unit.spec, compiled(unit).ptx, x, weight, None, seed), wanted), f"order {seed}"
+
+
 #: What a wrong kernel would be, by its PTX: (pattern, what stands there instead).
 WRONG = {
     "x is loaded before the previous kernel has ended": (r"griddepcontrol\.wait;", ""),

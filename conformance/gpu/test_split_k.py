@@ -19,7 +19,7 @@ from lowlat_gemm.reference import parity
 #: N that tiles do not divide, 16-byte words do not divide; K with every kind of tail, and shorter than the ring.
 SHAPES = [(1536, 7168), (100, 1032), (17, 1024), (264, 1096), (2304, 1536)]
 HELD_LAUNCHES = 100_000
-#: Of the kernels with every hold point: each pair of split, one ring or two, row warpgroups, and token tile.
+#: Of the kernels with every hold point: each pair of split, rings of one depth or of two, row warpgroups, and token tile.
 HELD_CONFIGS = [
     SplitKConfig(80, 64, 2, 2, k_blocks=2),
     SplitKConfig(128, 8, 2, 4),

@@ -1,4 +1,4 @@
-"""The builds of split_k that lack a part lack that part and nothing else."""
+"""The builds of split_k that lack a part lack that part's instructions and no others."""
 
 from __future__ import annotations
 

@@ -11,13 +11,16 @@ BUGS = {
         "no_cluster_wait": "a rank sends before it knows that its peers have begun",
         "tokens_before_pdl_wait": "the token producer does not wait for the previous kernel",
         "phase_not_flipped": "the weight producer's phase stays as it was when the barriers begin anew",
-        "barriers_of_the_shorter_ring": "two stages of the longer ring at once have the same barrier",
+        "barriers_of_the_shorter_ring": "a producer of the longer ring waits for a barrier that stands for another stage",
         "armed_for_too_few": "the barrier for peers' sums expects fewer bytes than they send",
         "map_on_another_stream": "the weight's tensor map is in memory, its upload in a stream that nothing orders",
         "map_not_acquired": "the weight's tensor map is in memory, and no fence.proxy.tensormap precedes its use",
         "barriers_unfenced": "the cluster barrier comes before the barriers are there",
     },
-    "sm90": {"released_too_early": "a stage is given back while its own wgmma reads it"},
+    "sm90": {
+        "released_too_early": "a stage is given back while its own wgmma reads it",
+        "asked_before_the_phase_is_flipped": "the next stage is asked for in the phase that its barrier has left",
+    },
     "sm100": {
         "released_by_arrival": "a stage is given back by a plain arrival, not by tcgen05.commit",
         "one_pointer_barrier": "one barrier for address and release, and no wait for its phase 0 by the multiplying warp",

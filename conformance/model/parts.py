@@ -113,15 +113,21 @@ class Parts:
         self.values[name] = None
         return name
 
-    def _wait(self, thread: Thread, barrier: str, parity: int, code: str, source: str) -> None:
+    def _wait(
+        self, thread: Thread, barrier: str, parity: int, code: str, source: str, unless: str | None = None
+    ) -> None:
+        """``unless``: a variable of this thread that spares it the wait."""
+
         def ready(view: View) -> bool:
-            return view[barrier] is None or view[barrier][0] % 2 != parity
+            told = unless is not None and view[unless]
+            return told or view[barrier] is None or view[barrier][0] % 2 != parity
 
         def run(view: View) -> None:
             if view[barrier] is None:
                 view.fail(f"{barrier} is not initialised")
 
-        self._step(thread, f"waits for {barrier}", code, source, waits=[barrier], ready=ready, run=run)
+        waits = [barrier] if unless is None else [barrier, unless]
+        self._step(thread, f"waits for {barrier}", code, source, waits=waits, ready=ready, run=run)
 
     def _arrive(self, thread: Thread, barrier: str, code: str, source: str, expect: int = 0) -> None:
         self._step(

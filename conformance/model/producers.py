@@ -12,12 +12,10 @@ class Producers(Parts):
     def _free(self, thread: Thread, kind: str, i: int, code: str) -> None:
         """Waits for the products of the stage that lay where the i-th will, by that stage's barrier."""
         s = self.size
-        before = i - (s.stages if kind == "weight" else s.token_ring)  # below 0: none, and the wait passes
-        turns = before // s.barrier_ring
-        if kind == "weight" and self.bug("phase_not_flipped"):
-            turns = min(turns, 0)
-        barrier = self.empty[before % s.barrier_ring]
-        self._wait(thread, barrier, turns % 2, code, "mbarrier_wait(empty + freed, freed_phase)")
+        first = -(s.stages if kind == "weight" else s.token_ring) % s.barrier_ring  # ``first_freed``
+        turns = 0 if kind == "weight" and self.bug("phase_not_flipped") else (first + i) // s.barrier_ring
+        barrier = self.empty[(first + i) % s.barrier_ring]
+        self._wait(thread, barrier, (1 + turns) % 2, code, "mbarrier_wait(empty + freed, freed_phase)")
 
     def _load(self, thread: Thread, kind: str, r: int, i: int, code: str) -> None:
         """Issues the i-th load of a ring: the barrier is armed, the stage is no longer what it was."""

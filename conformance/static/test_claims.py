@@ -205,6 +205,9 @@ def test_what_the_docs_say_of_the_parts():
     }  # fmt: skip
     for name, *said in (line.strip("| ").split(" | ") for line in table.splitlines()):
         assert dict(zip(parts, said, strict=True)) == cells[name], name
+    linked = [c for c in said_of("h200-parts.json")["cells"] if c["mode"]["chain"] == "linked" and c["n"] == 2880]
+    said = re.search(r"2880x7168 takes ([\d.]+) us at M = 1, ([\d.]+) at 16 and\s+([\d.]+) at 64", text).groups()
+    assert list(said) == [f"{c['timings']['whole']['us']:.2f}" for c in sorted(linked, key=lambda c: c["m"])]
 
 
 def test_what_the_readme_says_of_the_gpu_suite():
@@ -219,6 +222,7 @@ def test_what_the_readme_says_of_the_gpu_suite():
     states = cell_states(SM90, [Record(name, record)], load_runners()["sm90"])
     changed = sum(str(state.proof) != "hardware-run" for state in states)
     assert re.findall(r"([\d,]+) cells have another config since", README) == ([f"{changed:,}"] if changed else [])
+    assert changed or counted[0] == len(table_cases(SM90))
 
 
 def test_what_the_docs_say_of_glm():

@@ -87,7 +87,7 @@ def test_the_table_holds_what_was_found(lowlat, fake_gpu, tmp_path):
 
 
 def test_what_a_table_names_competes_again(lowlat, fake_gpu, tmp_path, monkeypatch):
-    """In its class, at the width of each M, and whatever the model thinks of it: a retuned row gets no worse."""
+    """In its class, at the width of each M, and whatever the model thinks of it."""
     named = Candidate("split_k", SplitKConfig(8, 24, 2, 2, trigger=1))
     make = command.make_request
     monkeypatch.setattr(command, "make_request", lambda *given: replace(make(*given), known={(48, 256): (named,)}))

@@ -1,7 +1,7 @@
 """What parts of ``split_k`` cost on SM90: builds of its kernel with one part left out, timed beside the whole in one run.
 
     wait      the tokens are loaded without waiting for the previous kernel
-    weights   no weights are loaded: products of what lies in shared memory; what is left is latency, and no traffic
+    weights   no weights are loaded, and the next kernel is let go at once: what is left is latency, and no traffic
     tokens    no tokens are loaded
     exchange  ranks keep their partial sums (only where K is split)
     store     y is not written

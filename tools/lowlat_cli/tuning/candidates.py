@@ -33,8 +33,8 @@ ROWS = range(16, 2 * split_k.WARPGROUP_ROWS + 1, 8)
 SPLITS = range(1, split_k.MAX_SPLIT + 1)
 #: Blocks in flight of a ``fused_a`` warp beyond which its registers end.
 MAX_UNROLL = 16
-#: Depths of the token ring, the first for a start: one ring for both, or a short one of its own where token tiles are
-#: as large as the weight's.
+#: Depths of the token ring, the first for a start: as deep as the weight's (0), or of its own where token tiles are as
+#: large as the weight's.
 NARROW_TOKEN_STAGES, WIDE_TOKEN_STAGES = (0,), (5, 4, 6, 0)
 #: Widths of token tiles at which candidates are enumerated and screened; the widths between take theirs from the next.
 SCREENED_COLUMNS = (8, 16, 32, 64)

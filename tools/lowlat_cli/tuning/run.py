@@ -186,7 +186,7 @@ class Tuner:
         self, shape: Shape, screened: dict[Job, JobResult], refined: dict[Job, JobResult]
     ) -> dict[int, list[Candidate]]:
         """By class: the fastest, those that are fast in both chains, the fastest of the order of additions that a whole row
-        could have, what the tables name now, and for few tokens the fastest ``fused_a`` and ``skinny``."""
+        could have, the ``split_k`` configs of tables, and for few tokens the fastest ``fused_a`` and ``skinny``."""
         by_class: dict[int, list[Candidate]] = {}
         pools: dict[int, dict[Candidate, float]] = {}
         for one in self.request.screens:
@@ -212,7 +212,7 @@ class Tuner:
         return {columns: list(dict.fromkeys(found)) for columns, found in by_class.items()}
 
     def _known(self, shape: Shape, columns: int) -> list[Candidate]:
-        """The ``split_k`` configs that tables name for a shape in a class: to be served another one has to beat them."""
+        """The ``split_k`` configs that tables name for a shape in a class: they are measured beside the others."""
         known = self.request.known.get((shape.n, shape.k), ())
         tiled = [one for one in known if one.backend == split_k.NAME]
         return [one for one in tiled if screened_width(one.config.token_columns) == columns]
