@@ -138,7 +138,7 @@ class Cluster:
 
     def _beside(self, all_of: bool) -> bool:
         """Completes some of what is under way, or ``all_of`` it; products of a CTA in their order."""
-        some = [one for one in self.pending if all_of or not one[1] and self.random.random() < 0.3]
+        some = [(run, late) for run, late in self.pending if all_of or not late and self.random.random() < 0.3]
         self.pending = [one for one in self.pending if one not in some]
         self.random.shuffle(some)
         for action, _ in some:

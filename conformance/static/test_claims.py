@@ -188,7 +188,7 @@ def test_what_the_docs_say_is_left_above_the_floor():
     cells = {(c["n"], c["k"]): c for c in joined["cells"] if c["m"] == 64 and not c["residual"] and c["winner"]}
     size = {key: cell for key, cell in cells.items() if report.weight_group(*key) == "40 to 85 MB"}
     furthest = max(size, key=lambda key: size[key]["over_floor"])
-    said = re.findall(r"(\d+)x(\d+), (?:as large, is )?at ([\d.]+)(?: x)? with ([\d.]+\d)", text)
+    said = re.findall(r"(\d+)x(\d+), (?:as large, is )?at ([\d.]+)(?: x)? with ([\d.]+\d)", " ".join(text.split()))
     assert len(said) == 2 and tuple(map(int, said[0][:2])) == furthest
     for n, k, over, beyond in said:
         cell = cells[int(n), int(k)]
